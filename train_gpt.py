@@ -202,7 +202,7 @@ class Hyperparameters:
             ("device", self.device in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
             ("dtype", self.dtype in ("auto", "bf16", "fp32"), "auto, bf16 or fp32"),
             ("compile", self.compile in ("auto", "1", "0"), "auto, 1 or 0"),
-            ("run_id", Path(self.run_id).name == self.run_id != "..", "a plain file name"),
+            ("run_id", "" != Path(self.run_id).name == self.run_id != "..", "a plain file name"),
             ("seed", self.seed < 2**32, "below 2**32"),
             ("vocab_size", self.vocab_size <= 2**16, "at most 65536: tokens are uint16"),
         ]
@@ -218,7 +218,9 @@ class Hyperparameters:
         for name, right, rule in rules:
             if not right:
                 problems.append(f"{name.upper()}={getattr(self, name)!r} must be {rule}")
-        if problems := problems or self.misfits():
+        if all(getattr(self, name) > 0 for name in above_zero):
+            problems += self.misfits()
+        if problems:
             raise InputError("\n".join(problems))
 
     def misfits(self) -> list[str]:

@@ -1,0 +1,171 @@
+"""The contract's model and optimizers, read plainly: what the trainer's speed is measured against.
+
+Autocast to bf16, three products for q, k and v, scales applied to the outputs, keys and values
+repeated for their query heads, one Newton-Schulz after another, one sequence per micro-step.
+Parameter names are the trainer's, so that either model loads the other's state_dict; the tests
+compare the two.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from train_gpt import GPT, Hyperparameters, parameter_groups
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class Attention(nn.Module):
+    def __init__(self, hp: Hyperparameters) -> None:
+        super().__init__()
+        self.hp = hp
+        dim = hp.model_dim
+        kv_dim = dim // hp.num_heads * hp.num_kv_heads
+        self.c_q = nn.Linear(dim, dim, bias=False)
+        self.c_k = nn.Linear(dim, kv_dim, bias=False)
+        self.c_v = nn.Linear(dim, kv_dim, bias=False)
+        self.proj = nn.Linear(dim, dim, bias=False)
+        self.q_gain = nn.Parameter(torch.ones(hp.num_heads))
+
+    def heads(self, x: Tensor, num_heads: int) -> Tensor:
+        return x.view(x.size(0), x.size(1), num_heads, -1).transpose(1, 2)  # (B, heads, T, h)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        T, h = x.shape[-2:]
+        j = torch.arange(h // 2, dtype=torch.float32)
+        angles = torch.arange(T, dtype=torch.float32)[:, None] * self.hp.rope_base ** (-2 * j / h)
+        cos, sin = angles.cos().to(x), angles.sin().to(x)
+        x1, x2 = x[..., : h // 2], x[..., h // 2 :]
+        return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self.hp.num_heads // self.hp.num_kv_heads
+        q = self.rotate(rms_norm(self.heads(self.c_q(x), self.hp.num_heads)))
+        k = self.rotate(rms_norm(self.heads(self.c_k(x), self.hp.num_kv_heads)))
+        v = self.heads(self.c_v(x), self.hp.num_kv_heads)
+        q = q * self.q_gain.to(q.dtype)[:, None, None]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(x.shape))
+
+
+class MLP(nn.Module):
+    def __init__(self, hp: Hyperparameters) -> None:
+        super().__init__()
+        self.fc = nn.Linear(hp.model_dim, hp.mlp_mult * hp.model_dim, bias=False)
+        self.proj = nn.Linear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.relu(self.fc(x)) ** 2)
+
+
+class Block(nn.Module):
+    def __init__(self, hp: Hyperparameters) -> None:
+        super().__init__()
+        self.attn = Attention(hp)
+        self.mlp = MLP(hp)
+        self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.resid_mix = nn.Parameter(torch.ones(2, hp.model_dim))
+
+    def forward(self, x: Tensor, x0: Tensor) -> Tensor:
+        mix = self.resid_mix.to(x.dtype)
+        x = mix[0] * x + mix[1] * x0
+        x = x + self.attn_scale.to(x.dtype) * self.attn(rms_norm(x))
+        return x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x))
+
+
+class PlainGPT(nn.Module):
+    """The same function of the same parameters as train_gpt.GPT."""
+
+    def __init__(self, hp: Hyperparameters) -> None:
+        super().__init__()
+        self.hp = hp
+        self.early = hp.num_layers // 2
+        self.tok_emb = nn.Embedding(hp.vocab_size, hp.model_dim)
+        self.skip_weights = nn.Parameter(torch.ones(self.early, hp.model_dim))
+        self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
+        if not hp.tie_embeddings:
+            self.lm_head = nn.Linear(hp.model_dim, hp.vocab_size, bias=False)
+
+    @classmethod
+    def like(cls, gpt: GPT, hp: Hyperparameters) -> "PlainGPT":
+        """A plain model with the weights, and the embedding's dtype, of gpt."""
+        model = cls(hp)
+        model.load_state_dict(gpt.state_dict())
+        model.tok_emb.to(gpt.tok_emb.weight.dtype)
+        return model
+
+    def forward(self, input_ids: Tensor, target_ids: Tensor) -> Tensor:
+        x = x0 = rms_norm(self.tok_emb(input_ids))
+        outputs = []
+        for i, block in enumerate(self.blocks):
+            later = i - self.early
+            if 0 <= later < self.early:
+                x = x + self.skip_weights[later].to(x.dtype) * outputs[self.early - 1 - later]
+            x = block(x, x0)
+            outputs.append(x)
+        x = rms_norm(x)
+        logits = F.linear(x, self.tok_emb.weight) if self.hp.tie_embeddings else self.lm_head(x)
+        logits = self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)
+        return F.cross_entropy(logits.float().view(-1, logits.size(-1)), target_ids.reshape(-1))
+
+
+def newton_schulz(update: Tensor, steps: int) -> Tensor:
+    """One matrix (rows, columns), in its dtype."""
+    x = update.T if update.size(0) > update.size(1) else update
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        A = x @ x.T
+        B = -4.7750 * A + 2.0315 * A @ A
+        x = 3.4445 * x + B @ x
+    return x.T if update.size(0) > update.size(1) else x
+
+
+class PlainOptimizers:
+    """Adam, and Muon one matrix at a time."""
+
+    def __init__(self, model: PlainGPT, hp: Hyperparameters) -> None:
+        groups = parameter_groups(model, hp)
+        embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
+        rates = {"embed": embed_lr, "head": hp.head_lr, "scalar": hp.scalar_lr}
+        self.hp = hp
+        self.adams = [
+            torch.optim.Adam(groups[k], lr=lr, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, foreach=False)
+            for k, lr in rates.items()
+            if groups[k]
+        ]
+        self.matrices = groups["matrix"]
+        self.momenta = [torch.zeros_like(p) for p in self.matrices]
+
+    @torch.no_grad()
+    def muon_step(self, lr: float, momentum: float, dtype: torch.dtype = torch.bfloat16) -> None:
+        for p, buffer in zip(self.matrices, self.momenta, strict=True):
+            buffer.mul_(momentum).add_(p.grad)
+            update = (p.grad + momentum * buffer).to(dtype)
+            update = newton_schulz(update, self.hp.muon_backend_steps)
+            update = update * math.sqrt(max(1, p.size(0) / p.size(1)))
+            p.sub_(lr * update.float())
+
+
+def train_step(model: PlainGPT, optimizers: PlainOptimizers, tokens: Tensor) -> Tensor:
+    """One optimizer step, at the full rates, on int64 tokens (n * T + 1,), a sequence at a time."""
+    hp, device = model.hp, next(model.parameters()).device
+    T = hp.train_seq_len
+    count = (len(tokens) - 1) // T
+    total = torch.zeros((), device=device)
+    for i in range(count):
+        part = tokens[i * T : (i + 1) * T + 1].to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(part[None, :-1], part[None, 1:])
+        (loss / count).backward()
+        total += loss.detach() / count
+    for adam in optimizers.adams:
+        adam.step()
+    optimizers.muon_step(hp.matrix_lr, hp.muon_momentum)
+    model.zero_grad()
+    return total

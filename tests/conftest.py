@@ -1,0 +1,120 @@
+"""What the tests share: a small real tokenizer, small real shards, and runs of the script."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from pydoc_data.topics import topics
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "train_gpt.py"
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+
+VOCAB_SIZE = 384
+TEXTS = [topics[name] for name in sorted(topics)][:40]
+
+
+def train_tokenizer(**settings) -> bytes:
+    """A SentencePiece BPE model of the demo's kind, with other settings where given."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        **{
+            "sentence_iterator": (line for text in TEXTS for line in text.splitlines() if line),
+            "model_writer": model,
+            "model_type": "bpe",
+            "vocab_size": VOCAB_SIZE,
+            "byte_fallback": True,
+            "split_digits": True,
+            "add_dummy_prefix": False,
+            "normalization_rule_name": "nmt_nfkc",
+            "pad_id": 0,
+            "bos_id": 1,
+            "eos_id": 2,
+            "unk_id": 3,
+            "minloglevel": 2,
+            **settings,
+        }
+    )
+    return model.getvalue()
+
+
+def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
+    """A shard file, with a wrong header where told so."""
+    tokens = np.asarray(tokens, dtype="<u2")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "small.model"
+    path.write_bytes(train_tokenizer())
+    return path
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory, tokenizer) -> Path:
+    """Two train shards and one validation shard of real text in real tokens."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    documents = [[1, *sp.encode(text)] for text in TEXTS]
+    folder = tmp_path_factory.mktemp("data")
+    write_shard(folder / "fineweb_val_000000.bin", sum(documents[:1], [])[:1500])
+    write_shard(folder / "fineweb_train_000000.bin", sum(documents[1:20], []))
+    write_shard(folder / "fineweb_train_000001.bin", sum(documents[20:], []))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def knobs(dataset, tokenizer) -> dict[str, str]:
+    """Environment variables of a run of some seconds."""
+    return {
+        "DATA_PATH": str(dataset),
+        "TOKENIZER_PATH": str(tokenizer),
+        "VOCAB_SIZE": str(VOCAB_SIZE),
+        "RUN_ID": "test",
+        "DEVICE": "cpu",
+        "DTYPE": "fp32",
+        "COMPILE": "0",
+        "ITERATIONS": "6",
+        "WARMUP_STEPS": "2",
+        "WARMDOWN_ITERS": "4",
+        "MAX_WALLCLOCK_SECONDS": "0",
+        "TRAIN_BATCH_TOKENS": "512",
+        "TRAIN_SEQ_LEN": "32",
+        "VAL_BATCH_SIZE": "512",
+        "VAL_LOSS_EVERY": "3",
+        "NUM_LAYERS": "3",
+        "MODEL_DIM": "32",
+        "NUM_HEADS": "4",
+        "NUM_KV_HEADS": "2",
+    }
+
+
+def run_script(
+    folder: Path, environ: dict[str, str], ranks: int = 0, script: Path = SCRIPT
+) -> subprocess.CompletedProcess:
+    """The script as a process in `folder`; under torchrun if ranks > 0. Nothing but `environ` and
+    what a process needs to start is in its environment."""
+    base = {key: os.environ[key] for key in ("PATH", "HOME", "LD_LIBRARY_PATH") if key in os.environ}
+    threads = max(1, (os.cpu_count() or 2) // max(ranks, 1))
+    command = [sys.executable, str(script)]
+    if ranks:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command = [sys.executable, *launcher, str(script)]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**base, "OMP_NUM_THREADS": str(threads), **environ},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )

@@ -1,0 +1,231 @@
+"""GPT: its parameters, its function against a plain reading of the contract, its first loss."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.benchmarks.plain import PlainGPT
+from train_gpt import (
+    GPT,
+    CausalSelfAttention,
+    Hyperparameters,
+    apply_rotary,
+    rms_norm,
+    rotary_tables,
+    seed_everything,
+)
+
+SMALL = dict(vocab_size=96, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, train_seq_len=24)
+
+
+def build(dtype=torch.float32, seed=0, **knobs) -> tuple[GPT, Hyperparameters]:
+    hp = Hyperparameters(**{**SMALL, **knobs})
+    seed_everything(seed)
+    return GPT(hp, dtype), hp
+
+
+def shaken(gpt: GPT) -> GPT:
+    """The model with nothing left at zero or one, so that every parameter matters."""
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return gpt
+
+
+def batch(hp: Hyperparameters, sequences: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(hp.vocab_size, (sequences, hp.train_seq_len + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(x, y).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_parameter_count_of_the_default_model():
+    gpt = GPT(Hyperparameters())
+    assert sum(p.numel() for p in gpt.parameters()) == 17_059_912
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_names_shapes_and_dtypes(tied, layers):
+    gpt, _ = build(torch.bfloat16, num_layers=layers, tie_embeddings=tied)
+    D, kv, V = 32, 16, 96
+    expected = {"tok_emb.weight": (V, D), "skip_weights": (layers // 2, D)}
+    for i in range(layers):
+        block = {
+            "attn_scale": (D,), "mlp_scale": (D,), "resid_mix": (2, D), "attn.q_gain": (4,),
+            "attn.c_q.weight": (D, D), "attn.c_k.weight": (kv, D), "attn.c_v.weight": (kv, D),
+            "attn.proj.weight": (D, D), "mlp.fc.weight": (2 * D, D), "mlp.proj.weight": (D, 2 * D),
+        }  # fmt: skip
+        expected |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
+    if not tied:
+        expected["lm_head.weight"] = (V, D)
+    state = gpt.state_dict()
+    assert {name: tuple(t.shape) for name, t in state.items()} == expected
+    dtypes = {name: t.dtype for name, t in state.items()}
+    assert dtypes.pop("tok_emb.weight") == torch.bfloat16
+    assert set(dtypes.values()) == {torch.float32}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_initial_weights_follow_from_the_seed_by_the_contracts_steps(tied):
+    gpt, hp = build(torch.bfloat16, seed=5, tie_embeddings=tied, num_layers=3)
+    torch.manual_seed(5)
+    D, kv = hp.model_dim, 16
+    embedding = nn.Embedding(hp.vocab_size, D).weight
+    shapes = {
+        "attn.c_q": (D, D), "attn.c_k": (kv, D), "attn.c_v": (kv, D), "attn.proj": (D, D),
+        "mlp.fc": (2 * D, D), "mlp.proj": (D, 2 * D),
+    }  # fmt: skip
+    drawn = {
+        f"blocks.{i}.{name}.weight": nn.Linear(columns, rows, bias=False).weight
+        for i in range(3)
+        for name, (rows, columns) in shapes.items()
+    }
+    if tied:
+        embedding = torch.empty(hp.vocab_size, D).normal_(0, hp.tied_embed_init_std)
+    else:
+        drawn["lm_head.weight"] = torch.zeros(hp.vocab_size, D)
+    drawn["tok_emb.weight"] = embedding
+    state = gpt.state_dict()
+    for name, weight in drawn.items():
+        if "proj" in name:
+            weight = torch.zeros_like(weight)
+        assert torch.equal(state[name].float(), weight.bfloat16().float()), name
+    assert torch.equal(state["blocks.1.resid_mix"], torch.stack((torch.ones(D), torch.zeros(D))))
+    assert torch.equal(state["blocks.2.attn.q_gain"], torch.full((4,), hp.qk_gain_init))
+    for name in ("skip_weights", "blocks.0.attn_scale", "blocks.0.mlp_scale"):
+        assert torch.equal(state[name], torch.ones_like(state[name]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers, kv_heads", [(1, 4), (4, 1), (5, 2)])
+def test_equals_the_plain_model(tied, layers, kv_heads):
+    gpt, hp = build(tie_embeddings=tied, num_layers=layers, num_kv_heads=kv_heads)
+    plain = PlainGPT.like(shaken(gpt), hp)
+    x, y = batch(hp)
+    torch.testing.assert_close(gpt(x, y), plain(x, y), rtol=1e-5, atol=1e-5)
+    expected = gradients(plain, x, y)
+    found = gradients(gpt, x, y)
+    if layers == 1:
+        expected.pop("skip_weights", None)
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
+    gpt, hp = build()
+    x, y = batch(hp)
+    half = GPT(hp, torch.bfloat16)
+    half.load_state_dict(shaken(gpt).state_dict())
+    seen = []
+    for block in half.blocks:
+        block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    assert abs(half(x, y).item() - gpt(x, y).item()) < 0.05
+    assert set(seen) == {torch.bfloat16} and half(x, y).dtype == torch.float32
+
+
+@pytest.mark.parametrize("position", [0, 7, 23])
+def test_causality(position):
+    """A token's loss depends on every token up to it and on none behind it."""
+    gpt, hp = build(num_layers=4)
+    shaken(gpt)
+    x, y = batch(hp, 1)
+    embedded = []
+    gpt.tok_emb.register_forward_hook(lambda module, args, output: embedded.append(output))
+    only = torch.full_like(y, -100)  # a target that cross_entropy ignores
+    only[0, position] = y[0, position]
+    (grad,) = torch.autograd.grad(gpt(x, only), embedded)
+    reach = grad[0].abs().sum(dim=1) > 0
+    assert reach.tolist() == [t <= position for t in range(24)]
+
+
+def test_grouped_query_equals_repeated_keys_and_values():
+    _, hp = build()
+    grouped = CausalSelfAttention(hp)
+    full = CausalSelfAttention(Hyperparameters(**{**SMALL, "num_kv_heads": 4}))
+    with torch.no_grad():
+        full.c_q.weight.copy_(grouped.c_q.weight)
+        full.proj.weight.copy_(grouped.proj.weight)
+        for name in ("c_k", "c_v"):
+            heads = getattr(grouped, name).weight.view(2, 8, 32).repeat_interleave(2, dim=0)
+            getattr(full, name).weight.copy_(heads.reshape(32, 32))
+    x, scale = torch.randn(2, 24, 32), torch.ones(32)
+    cos, sin = (table[:, None] for table in rotary_tables(24, 8, 10000.0))
+    torch.testing.assert_close(grouped(x, scale, cos, sin), full(x, scale, cos, sin))
+
+
+def test_rotary_tells_all_positions_apart_and_sees_relative_position_only():
+    cos, sin = rotary_tables(1024, 64, 10000.0)
+    assert cos.dtype == torch.float32
+    assert len(torch.unique(torch.cat((cos, sin), dim=1), dim=0)) == 1024
+    q, k = torch.randn(2, 64).double()
+    cos, sin = cos[:, None].double(), sin[:, None].double()
+    turned_q = apply_rotary(q.expand(1, 1024, 1, 64), cos, sin)[0, :, 0]
+    turned_k = apply_rotary(k.expand(1, 1024, 1, 64), cos, sin)[0, :, 0]
+    scores = turned_q @ turned_k.T
+    for distance in (0, 1, 100, -500):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-3, atol=1e-3)
+    angle = 3 * 10000.0 ** (-2 * 5 / 64)  # position 3, pair 5: (x1, x2) -> x1 cos + x2 sin, ...
+    x = torch.zeros(1, 4, 1, 64)
+    x[0, 3, 0, 5], x[0, 3, 0, 37] = 1.0, 2.0
+    turned = apply_rotary(x, cos[:4].float(), sin[:4].float())[0, 3, 0]
+    assert turned[5].item() == pytest.approx(math.cos(angle) + 2 * math.sin(angle), abs=1e-6)
+    assert turned[37].item() == pytest.approx(2 * math.cos(angle) - math.sin(angle), abs=1e-6)
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+def test_the_last_early_layer_meets_the_first_later_one(layers):
+    """With layers that do nothing, x gains skip_weights[j] times what the early layers left."""
+    gpt, hp = build(num_layers=layers, tie_embeddings=False)
+    early = layers // 2
+    with torch.no_grad():
+        for i, block in enumerate(gpt.blocks[:early]):
+            block.resid_mix[0] = i + 2.0  # each layer multiplies the stream
+        gpt.skip_weights.copy_(torch.tensor([10.0, 1000.0])[:, None].expand(2, 32))
+    inputs = {}
+    for i, block in enumerate(gpt.blocks):
+        block.register_forward_hook(lambda m, a, out, i=i: inputs.__setitem__(i, a[0]))
+    x, y = batch(hp)
+    gpt(x, y)
+    x0 = rms_norm(gpt.tok_emb(x))
+    torch.testing.assert_close(inputs[2], 6 * x0 + 10 * 6 * x0)  # 2 * 3 from the second layer
+    torch.testing.assert_close(inputs[3], 66 * x0 + 1000 * 2 * x0)  # 2 from the first
+    if layers == 5:
+        torch.testing.assert_close(inputs[4], 2066 * x0)  # the stack is empty
+
+
+def test_the_first_loss_is_ln_v():
+    """Exactly so when untied; a tied embedding is small at the start, but not zero."""
+    for dtype in (torch.float32, torch.bfloat16):
+        gpt, hp = build(dtype, tie_embeddings=False)
+        assert gpt(*batch(hp)).item() == pytest.approx(math.log(96), abs=1e-3)
+    gpt, hp = build()
+    assert gpt(*batch(hp)).item() == pytest.approx(math.log(96), abs=0.05)
+
+
+def test_logits_are_capped():
+    gpt, hp = build(logit_softcap=2.0, tie_embeddings=False)
+    with torch.no_grad():
+        gpt.lm_head.weight.normal_(std=100.0)
+    assert gpt(*batch(hp)).item() < math.log(96) + 4.0
+
+
+def test_sequences_beyond_the_rotary_tables_are_refused():
+    gpt, _ = build()
+    tokens = torch.zeros(1, 25, dtype=torch.int64)
+    with pytest.raises(ValueError, match="TRAIN_SEQ_LEN=24"):
+        gpt(tokens, tokens)
+
+
+def test_rms_norm_has_torchs_default_eps():
+    x = 1e-4 * torch.randn(3, 8)
+    torch.testing.assert_close(rms_norm(x), F.rms_norm(x, (8,)))
