@@ -77,10 +77,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "demo": dict(  # two minutes on two CPU cores
         data_path="./data/datasets/demo_sp1024",
         tokenizer_path="./data/tokenizers/demo_1024_bpe.model",
-        max_wallclock_seconds=90.0,
+        max_wallclock_seconds=100.0,
         train_batch_tokens=4096,
-        train_seq_len=256,
-        warmdown_iters=150,
+        train_seq_len=128,
+        warmdown_iters=300,
         warmup_steps=1,
         val_batch_size=32768,
         val_loss_every=100,
@@ -692,8 +692,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x, and x0, the normed embedding: (B, T, D) -> (B, T, D)."""
-        mix = self.resid_mix.to(x.dtype)
-        x = mix[0] * x + mix[1] * x0
+        keep, renew = self.resid_mix.to(x.dtype)
+        x = keep * x + renew * x0
         x = x + self.attn(rms_norm(x), self.attn_scale, cos, sin)
         return x + self.mlp(rms_norm(x), self.mlp_scale)
 

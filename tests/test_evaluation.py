@@ -1,0 +1,177 @@
+"""Bytes of a token, the validation split, the loss over it."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from conftest import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from train_gpt import (
+    GPT,
+    Hyperparameters,
+    Runtime,
+    Validation,
+    evaluate,
+    load_tokenizer,
+    seed_everything,
+)
+
+CPU = Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32)
+
+
+def tokenizer_knobs(path, **knobs) -> Hyperparameters:
+    return Hyperparameters(**{"tokenizer_path": str(path), "vocab_size": VOCAB_SIZE, **knobs})
+
+
+@pytest.fixture(scope="module")
+def token_bytes(tokenizer):
+    return load_tokenizer(tokenizer_knobs(tokenizer))
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=60)))
+def test_bytes_are_those_of_the_decoded_text(tokenizer, token_bytes, text):
+    """For any text: words, runs of spaces, characters that fall back to bytes."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    ids = sp.encode(text)
+    if "\u2581" in text or "\ufffd" in sp.decode(ids) or sp.unk_id() in ids:
+        return  # a literal U+2581 cannot be told from a space; the rest has no bytes of its own
+    # A letter in front, so that the decoder keeps a leading space.
+    front = sp.encode("a")
+    assert token_bytes.count(np.array([*front, *ids])) == len(sp.decode([*front, *ids]).encode()) - 1
+
+
+def test_bytes_by_the_rules(tokenizer, token_bytes):
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    lone, letter, byte = sp.piece_to_id("\u2581"), sp.piece_to_id("a"), sp.piece_to_id("<0xE2>")
+    word = next(i for i in range(VOCAB_SIZE) if sp.id_to_piece(i) == "\u2581the")
+    bos, unk = sp.bos_id(), sp.unk_id()
+    assert token_bytes.count(np.array([letter, lone])) == 1
+    assert token_bytes.count(np.array([letter, word])) == 4
+    assert token_bytes.count(np.array([bos, word])) == 3  # no space behind a control piece
+    assert token_bytes.count(np.array([unk, word])) == 3
+    assert token_bytes.count(np.array([word, byte])) == 1
+    assert token_bytes.count(np.array([word, bos, unk, letter])) == 1
+    assert token_bytes.count(np.array([word])) == 0
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", ["SentencePiece .model"]),
+        (b"no tokenizer", ["SentencePiece .model"]),
+    ],
+)
+def test_a_file_that_is_no_tokenizer(tmp_path, content, words):
+    path = tmp_path / "x.model"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(tokenizer_knobs(path))
+    assert all(word in str(caught.value) for word in [f"TOKENIZER_PATH='{path}'", *words])
+
+
+def test_a_missing_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match="TOKENIZER_PATH(.|\n)*PRESET=demo"):
+        load_tokenizer(tokenizer_knobs(tmp_path / "x.model"))
+    with pytest.raises(FileNotFoundError, match="TOKENIZER_PATH"):
+        load_tokenizer(tokenizer_knobs(tmp_path))  # a folder
+
+
+def test_a_tokenizer_of_another_size(tokenizer):
+    with pytest.raises(ValueError, match=f"VOCAB_SIZE={VOCAB_SIZE}, not 1024"):
+        load_tokenizer(tokenizer_knobs(tokenizer, vocab_size=1024))
+
+
+def test_a_tokenizer_without_a_lone_space(tmp_path):
+    path = tmp_path / "x.model"
+    words = ["ab", "abc", "b", "c"] * 20
+    settings = dict(vocab_size=12, byte_fallback=False, hard_vocab_limit=False, pad_id=-1)
+    path.write_bytes(train_tokenizer(sentence_iterator=iter(words), **settings))
+    size = sentencepiece.SentencePieceProcessor(model_file=str(path)).vocab_size()
+    with pytest.raises(ValueError, match="U\\+2581"):
+        load_tokenizer(tokenizer_knobs(path, vocab_size=size))
+
+
+@pytest.fixture
+def small(tmp_path, tokenizer):
+    """A validation split of two shards, 100 tokens; T = 16."""
+    rng = np.random.default_rng(0)
+    for i, n in enumerate((37, 63)):
+        write_shard(tmp_path / f"fineweb_val_{i:06d}.bin", rng.integers(4, VOCAB_SIZE, n))
+    return tokenizer_knobs(
+        tokenizer, data_path=str(tmp_path), train_seq_len=16, val_batch_size=8 * 16,
+        num_layers=2, model_dim=16, num_heads=2, num_kv_heads=1,
+    )  # fmt: skip
+
+
+def test_the_split_is_cut_to_whole_sequences(small, token_bytes):
+    validation = Validation.load(small, token_bytes)
+    assert len(validation.tokens) == 97 and validation.tokens.dtype == torch.uint16
+    assert validation.num_bytes == token_bytes.count(validation.tokens.numpy())
+
+
+def test_a_uniform_model_scores_ln_v(small, token_bytes):
+    validation = Validation.load(small, token_bytes)
+    gpt = GPT(dataclasses.replace(small, tie_embeddings=False), torch.float32)
+    loss = evaluate(gpt, validation.tokens, small, CPU)
+    assert loss == pytest.approx(math.log(VOCAB_SIZE), abs=1e-6)
+    bits = validation.bits_per_byte(loss)
+    assert bits == pytest.approx(math.log2(VOCAB_SIZE) * 96 / validation.num_bytes)
+
+
+def test_too_few_tokens_and_foreign_tokens(small, token_bytes, tmp_path):
+    with pytest.raises(ValueError, match="TRAIN_SEQ_LEN=100"):
+        Validation.load(dataclasses.replace(small, train_seq_len=100), token_bytes)
+    assert len(Validation.load(dataclasses.replace(small, train_seq_len=99), token_bytes).tokens) == 100
+    write_shard(tmp_path / "fineweb_val_000002.bin", [5, VOCAB_SIZE])
+    with pytest.raises(ValueError, match=f"fineweb_val_000002.bin: token id {VOCAB_SIZE} at position 1"):
+        Validation.load(small, token_bytes)
+
+
+class Seen(nn.Module):
+    """Keeps every window that it is asked about; its loss is the mean target."""
+
+    def __init__(self):
+        super().__init__()
+        self.windows = []
+
+    def forward(self, x, y):
+        self.windows += [(tuple(a.tolist()), tuple(b.tolist())) for a, b in zip(x, y, strict=True)]
+        return y.float().mean()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("batch", [1, 4, 5, 100])
+def test_every_window_is_scored_once_for_any_world_and_batch(small, token_bytes, world_size, batch):
+    hp = dataclasses.replace(small, val_batch_size=8 * 16 * batch)
+    tokens = Validation.load(small, token_bytes).tokens
+    model, total = Seen(), 0.0
+    for rank in range(world_size):  # 6 windows: with 8 ranks some have none
+        part = dataclasses.replace(CPU, rank=rank, world_size=world_size)
+        total += evaluate(model, tokens, hp, part)  # without a process group: this rank's share
+    ids = tokens.to(torch.int64)
+    windows = [
+        (tuple(ids[i : i + 16].tolist()), tuple(ids[i + 1 : i + 17].tolist())) for i in range(0, 96, 16)
+    ]
+    assert model.windows == windows
+    assert total == pytest.approx(ids[1:].float().mean().item(), rel=1e-6)
+
+
+def test_the_loss_does_not_depend_on_the_batch(small, token_bytes):
+    seed_everything(0)
+    gpt = GPT(small, torch.float32)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    tokens = Validation.load(small, token_bytes).tokens
+    losses = [
+        evaluate(gpt, tokens, dataclasses.replace(small, val_batch_size=8 * 16 * n), CPU)
+        for n in (1, 4, 6)
+    ]
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-6)

@@ -1,0 +1,169 @@
+"""Quantization, the artifact and the files."""
+
+import io
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train_gpt import (
+    GPT,
+    Hyperparameters,
+    abs_quantile,
+    dequantize_state_dict_int8,
+    quantize_state_dict_int8,
+    read_artifact,
+    serialize,
+    write_file,
+)
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "matrix": torch.randn(300, 256),
+        "half_matrix": torch.randn(300, 256).bfloat16(),
+        "small": torch.randn(256, 256),  # 65,536 elements: not above the limit
+        "small_half": torch.randn(7).bfloat16(),
+        "x.q_gain": torch.randn(5),
+        "x.q_gain_half": torch.randn(5).bfloat16(),
+        "cube": torch.randn(70, 40, 30),
+        "zeros": torch.zeros(300, 256),
+        "zero_cube": torch.zeros(70, 40, 30),
+        "count": torch.arange(5),
+        "fp64": torch.randn(3).double(),
+        "scalar": torch.tensor(2.5),
+        "none": torch.ones(0, 8),
+    }
+
+
+def test_where_each_tensor_goes():
+    obj, stats = quantize_state_dict_int8(state())
+    assert obj["__quant_format__"] == "int8_clean_per_row_v1"
+    quantized = {"matrix", "half_matrix", "cube", "zeros", "zero_cube"}
+    assert set(obj["quantized"]) == set(obj["scales"]) == set(obj["dtypes"]) == quantized
+    assert all(t.dtype == torch.int8 for t in obj["quantized"].values())
+    assert obj["dtypes"]["half_matrix"] == "bfloat16" and obj["dtypes"]["matrix"] == "float32"
+    matrices = {"matrix", "half_matrix", "zeros"}
+    assert obj["qmeta"] == {name: {"scheme": "per_row", "axis": 0} for name in matrices}
+    for name in matrices:
+        assert obj["scales"][name].dtype == torch.float16 and obj["scales"][name].shape == (300,)
+    for name in ("cube", "zero_cube"):
+        assert obj["scales"][name].dtype == torch.float32 and obj["scales"][name].shape == ()
+    dtypes = {name: tensor.dtype for name, tensor in obj["passthrough"].items()}
+    assert dtypes == {
+        "small": torch.float16, "small_half": torch.float16, "scalar": torch.float16,
+        "none": torch.float16, "x.q_gain": torch.float32, "x.q_gain_half": torch.float32,
+        "count": torch.int64, "fp64": torch.float64,
+    }  # fmt: skip
+    assert obj["passthrough_orig_dtypes"] == {
+        "small": "float32", "small_half": "bfloat16", "scalar": "float32", "none": "float32",
+    }  # fmt: skip
+    tensors = [*obj["quantized"].values(), *obj["scales"].values(), *obj["passthrough"].values()]
+    assert stats["payload"] == sum(t.numel() * t.element_size() for t in tensors)
+    assert stats["baseline"] == sum(t.numel() * t.element_size() for t in state().values())
+
+
+def test_optional_keys_stand_only_when_needed():
+    obj, _ = quantize_state_dict_int8({"x.q_gain": torch.ones(3)})
+    assert set(obj) == {"__quant_format__", "quantized", "scales", "dtypes", "passthrough"}
+
+
+def test_other_patterns_keep_other_tensors_in_fp32():
+    obj, _ = quantize_state_dict_int8({"x.q_gain": torch.ones(3), "y": torch.ones(3)}, ("y",))
+    assert obj["passthrough"]["y"].dtype == torch.float32
+    assert obj["passthrough"]["x.q_gain"].dtype == torch.float16
+
+
+def test_rows_by_the_contracts_formula():
+    weight = state()["matrix"] * torch.logspace(-3, 2, 300)[:, None]  # below and above the floor
+    obj, _ = quantize_state_dict_int8({"w": weight})
+    clip = torch.quantile(weight.abs(), 0.9999984, dim=1)
+    scale = torch.maximum(clip / 127, torch.tensor(1 / 127))
+    clipped = torch.minimum(torch.maximum(weight, -clip[:, None]), clip[:, None])
+    q = torch.round(clipped / scale[:, None]).clamp(-127, 127)
+    assert torch.equal(obj["quantized"]["w"], q.to(torch.int8))
+    assert torch.equal(obj["scales"]["w"], scale.half())
+    assert (scale == 1 / 127).any() and (scale > 1 / 127).any()
+
+
+def test_whole_tensors_by_the_contracts_formula():
+    obj, _ = quantize_state_dict_int8({k: v for k, v in state().items() if "cube" in k})
+    cube = state()["cube"]
+    clip = torch.quantile(cube.abs().flatten(), 0.9999984)
+    q = torch.round(cube.clamp(-clip, clip) / (clip / 127)).clamp(-127, 127)
+    assert torch.equal(obj["quantized"]["cube"], q.to(torch.int8))
+    assert obj["scales"]["cube"] == clip / 127 and obj["scales"]["zero_cube"] == 1.0
+    assert not obj["quantized"]["zero_cube"].any()
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=st.integers(1, 4), columns=st.integers(1, 3000), q=st.sampled_from([0.9999984, 0.999, 1.0]))
+def test_the_quantile_is_torchs(rows, columns, q):
+    values = torch.randn(rows, columns)
+    torch.testing.assert_close(
+        abs_quantile(values, q), torch.quantile(values.abs(), q, dim=1), rtol=1e-6, atol=0
+    )
+
+
+def test_the_quantile_of_more_values_than_torchs_takes():
+    values = torch.arange(20_000_000, dtype=torch.float32)[None]
+    assert 19_999_960 < abs_quantile(values, 0.9999984).item() < 19_999_975
+
+
+def test_back_and_forth():
+    original = state()
+    obj, _ = quantize_state_dict_int8(original)
+    restored = dequantize_state_dict_int8(obj)
+    assert restored.keys() == original.keys()
+    kept_fp32 = {"x.q_gain_half"}
+    for name, tensor in restored.items():
+        assert tensor.shape == original[name].shape
+        assert tensor.dtype == (torch.float32 if name in kept_fp32 else original[name].dtype), name
+    for name in ("matrix", "half_matrix"):
+        clip = original[name].float().abs().amax(dim=1, keepdim=True)
+        step = (clip / 127).clamp_min(1 / 127)
+        error = (restored[name].float() - original[name].float()).abs()
+        slack = 2**-8 if name == "half_matrix" else 2**-10  # bf16 result, fp16 scale
+        assert (error <= 0.51 * step + slack * clip).all()
+    for name in ("zeros", "zero_cube", "x.q_gain", "count", "fp64", "none", "scalar"):
+        assert torch.equal(restored[name], original[name]), name
+    restored["x.q_gain"].add_(1)  # not the object's own memory
+    assert torch.equal(obj["passthrough"]["x.q_gain"], original["x.q_gain"])
+
+
+def test_a_whole_model_comes_back_through_the_bytes():
+    hp = Hyperparameters(num_layers=2, model_dim=128, vocab_size=1024)
+    gpt, other = GPT(hp), GPT(hp)
+    obj, _ = quantize_state_dict_int8(gpt.state_dict())
+    other.load_state_dict(read_artifact(zlib.compress(serialize(obj), 9)))
+    tokens = torch.randint(1024, (2, 65))
+    for model in (gpt, other):
+        assert model.tok_emb.weight.dtype == torch.bfloat16
+    first, second = (m(tokens[:, :-1], tokens[:, 1:]).item() for m in (gpt, other))
+    assert first == pytest.approx(second, abs=0.02)
+
+
+def test_a_damaged_artifact_does_not_load():
+    data = zlib.compress(serialize(quantize_state_dict_int8(state())[0]), 9)
+    for broken in (data[: len(data) // 2], b"y" + data[1:], data[:5000] + b"\0" * 9 + data[5009:]):
+        with pytest.raises((zlib.error, RuntimeError)):
+            read_artifact(broken)
+
+
+def test_serializing_twice_gives_the_same_bytes():
+    obj, _ = quantize_state_dict_int8(state())
+    assert serialize(obj) == serialize(quantize_state_dict_int8(state())[0])
+    assert torch.load(io.BytesIO(serialize(obj)), weights_only=True).keys() == obj.keys()
+
+
+def test_a_failed_write_leaves_the_old_file_whole(tmp_path):
+    path = tmp_path / "final_model.pt"
+    write_file(path, b"old")
+    with pytest.raises(TypeError):
+        write_file(path, "no bytes")
+    assert path.read_bytes() == b"old"
+    write_file(path, b"new")
+    assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == [path.name]
