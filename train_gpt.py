@@ -121,7 +121,7 @@ class Hyperparameters:
     # machine
     device: str = "auto"  # cuda, cpu; auto: cuda if there is one
     dtype: str = "auto"  # of activations: bf16, fp32; auto: bf16 where the hardware multiplies it
-    compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda, 0 on the CPU
+    compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda and, on the CPU, where it pays
     # data
     data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
     tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # SentencePiece model
@@ -456,9 +456,9 @@ class Log:
         except OSError as error:
             raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written, set another one: "
                              f"{error}") from None
-        self(str(path))
         self(Path(__file__).read_text(encoding="utf-8"), console=False)
         self(f"Python {sys.version}\nPyTorch {torch.__version__}\n{gpu_report()}", console=False)
+        self(str(path))
 
     def __call__(self, line: str, console: bool = True) -> None:
         if self.file is not None:
@@ -1207,12 +1207,22 @@ class Stopwatch:
         return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
 
 
+def wants_compile(hp: Hyperparameters, runtime: Runtime) -> bool:
+    """What COMPILE means here. On the CPU, where compiling takes a minute, auto asks for a run that
+    is long enough and for AMX: without it the matrix products take the time, not what is fused."""
+    if hp.compile != "auto" or runtime.device.type == "cuda":
+        return hp.compile != "0"
+    is_long = hp.iterations >= 200 and not 0 < hp.max_wallclock_seconds < 600
+    has_amx = torch.cpu.get_capabilities().get("amx_bf16", False)
+    return is_long and has_amx and runtime.dtype == torch.bfloat16
+
+
 def compiler_problem(device: torch.device) -> str:
     """Why torch.compile does not work on this machine, in one line; "" if it does."""
     try:
         torch.compile(torch.sin)(torch.zeros(2, device=device))
     except Exception as error:  # torch, Triton and the C++ compiler each have their own
-        return " ".join(str(error).split())[:200]
+        return str(error).strip().splitlines()[0]
     finally:
         torch.compiler.reset()
     return ""
@@ -1223,7 +1233,7 @@ def compile_and_wrap(
 ) -> tuple[nn.Module, Chain]:
     """The model to call: compiled if COMPILE says so, wrapped in DistributedDataParallel if there
     is a process group. And Newton-Schulz, compiled likewise."""
-    compiled = hp.compile == "1" or (hp.compile == "auto" and runtime.device.type == "cuda")
+    compiled = wants_compile(hp, runtime)
     if compiled and (problem := compiler_problem(runtime.device)):
         log(f"compile:failed, the run goes on without it: {problem}")
         compiled = False

@@ -67,8 +67,8 @@ def dataset(tmp_path_factory, tokenizer) -> Path:
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     documents = [[1, *sp.encode(text)] for text in TEXTS]
     folder = tmp_path_factory.mktemp("data")
-    write_shard(folder / "fineweb_val_000000.bin", sum(documents[:1], [])[:1500])
-    write_shard(folder / "fineweb_train_000000.bin", sum(documents[1:20], []))
+    write_shard(folder / "fineweb_val_000000.bin", sum(documents[:5], [])[:1500])
+    write_shard(folder / "fineweb_train_000000.bin", sum(documents[5:20], []))
     write_shard(folder / "fineweb_train_000001.bin", sum(documents[20:], []))
     return folder
 
@@ -100,18 +100,15 @@ def knobs(dataset, tokenizer) -> dict[str, str]:
 
 
 def run_script(
-    folder: Path, environ: dict[str, str], ranks: int = 0, script: Path = SCRIPT
+    folder: Path, environ: dict[str, str], ranks: int = 0, script: Path = SCRIPT, args: list[str] = ()
 ) -> subprocess.CompletedProcess:
     """The script as a process in `folder`; under torchrun if ranks > 0. Nothing but `environ` and
     what a process needs to start is in its environment."""
     base = {key: os.environ[key] for key in ("PATH", "HOME", "LD_LIBRARY_PATH") if key in os.environ}
     threads = max(1, (os.cpu_count() or 2) // max(ranks, 1))
-    command = [sys.executable, str(script)]
-    if ranks:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [sys.executable, *launcher, str(script)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.run(
-        command,
+        [sys.executable, *(launcher if ranks else []), str(script), *args],
         cwd=folder,
         env={**base, "OMP_NUM_THREADS": str(threads), **environ},
         capture_output=True,

@@ -1,0 +1,94 @@
+"""One step, any number of ranks: real gloo processes against one large batch in this process."""
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+
+from train_gpt import (
+    GPT,
+    DistributedTokenLoader,
+    Hyperparameters,
+    Runtime,
+    build_optimizers,
+    seed_everything,
+    train_step,
+)
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4, 8])
+def ranks(request, tmp_path_factory, knobs):
+    """What every rank of a run of 1, 2, 4 and 8 ranks left behind."""
+    folder, world_size = tmp_path_factory.mktemp("ranks"), request.param
+    environ = {**knobs, "PYTHONPATH": str(ROOT)}
+    worker = [str(folder), str(STEPS)]
+    result = run_script(folder, environ, world_size, ROOT / "tests" / "rank_worker.py", worker)
+    assert result.returncode == 0, result.stderr
+    return [
+        torch.load(folder / f"{world_size}_{rank}.pt", weights_only=True) for rank in range(world_size)
+    ]
+
+
+@pytest.fixture(scope="module")
+def hp(knobs):
+    return Hyperparameters.from_env(knobs)
+
+
+@pytest.fixture(scope="module")
+def one_batch(hp):
+    """Gradients and loss of the first step's tokens as one batch."""
+    loader = DistributedTokenLoader(f"{hp.data_path}/fineweb_train_*.bin", 0, 1, "cpu")
+    slots = [loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, 8) for _ in range(8)]
+    seed_everything(hp.seed)
+    gpt = GPT(hp, torch.float32)
+    loss = gpt(torch.cat([x for x, _ in slots]), torch.cat([y for _, y in slots]))
+    loss.backward()
+    return {name: p.grad for name, p in gpt.named_parameters()}, loss.item()
+
+
+@pytest.fixture(scope="module")
+def alone(hp):
+    """Weights and losses of the same steps in this process, without any process group."""
+    seed_everything(hp.seed)
+    gpt = GPT(hp, torch.float32)
+    runtime = Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32)
+    optimizers = build_optimizers(gpt, hp, torch.float32)
+    loader = DistributedTokenLoader(f"{hp.data_path}/fineweb_train_*.bin", 0, 1, "cpu")
+    losses = [train_step(gpt, loader, optimizers, hp, runtime).item() for _ in range(STEPS)]
+    return gpt.state_dict(), losses
+
+
+def test_accumulated_gradients_are_those_of_one_batch(ranks, one_batch):
+    gradients, loss = one_batch
+    for rank in ranks:
+        assert rank["losses"][0] == pytest.approx(loss, rel=1e-6)
+        for name, expected in gradients.items():
+            error = (rank["gradients"][name] - expected).norm()
+            assert error <= 1e-5 * expected.norm() + 1e-9, name
+
+
+def test_gradients_travel_once_a_step(ranks):
+    assert {rank["all_reduces"] for rank in ranks} == {STEPS}  # all fit into one DDP bucket
+
+
+def test_ranks_end_with_the_same_bits(ranks):
+    for rank in ranks[1:]:
+        for name, tensor in ranks[0]["weights"].items():
+            assert torch.equal(rank["weights"][name], tensor), name
+        assert rank["losses"] == ranks[0]["losses"]
+
+
+def test_world_sizes_agree_to_rounding(ranks, alone):
+    weights, losses = alone
+    assert ranks[0]["losses"] == pytest.approx(losses, abs=2e-3)
+    assert losses[-1] < losses[0] - 0.5  # there was something to agree about
+    for name, tensor in weights.items():
+        error = (ranks[0]["weights"][name] - tensor).norm()
+        assert error <= 0.02 * tensor.norm(), name
+
+
+def test_each_rank_holds_the_momentum_of_its_own_matrices_only(ranks):
+    assert sum(rank["momenta"] for rank in ranks) == 18  # six matrices in each of three blocks
+    if len(ranks) > 1:
+        assert max(rank["momenta"] for rank in ranks) < 18
