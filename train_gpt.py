@@ -166,6 +166,14 @@ class Hyperparameters:
     control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # Adam, in fp32
     int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # fp32 there
 
+    @property
+    def train_files(self) -> str:
+        return os.path.join(self.data_path, "fineweb_train_*.bin")
+
+    @property
+    def val_files(self) -> str:
+        return os.path.join(self.data_path, "fineweb_val_*.bin")
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
         """Defaults, then the preset, then the environment.
@@ -307,26 +315,21 @@ class Runtime:
             result = action(*args)
         except (InputError, FileNotFoundError) as caught:
             error = caught
-        for error in self.gather(error):
-            if error is not None:
-                raise error
+        errors = [e for e in self.gather(error) if e is not None]
+        if errors:
+            raise errors[0]
         return result
 
 
 def read_topology(environ: Mapping[str, str]) -> tuple[int, int, int, bool]:
-    """(rank, world size, local rank, distributed) as torchrun puts them into the environment.
-
-    Raises InputError naming the variable, its value and the rule.
-    """
+    """(rank, world size, local rank, distributed) as torchrun sets them. Raises InputError."""
     rank, world_size, local_rank = (
         parse_knob(name, environ.get(name, default), int)
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
     )
     if world_size < 1 or BATCH_SLOTS % world_size:
-        raise InputError(
-            f"WORLD_SIZE={world_size} must divide the {BATCH_SLOTS} slots of a batch: "
-            "launch 1, 2, 4 or 8 processes"
-        )
+        raise InputError(f"WORLD_SIZE={world_size} must divide the {BATCH_SLOTS} slots of a batch: "
+                         "launch 1, 2, 4 or 8 processes")
     if not ("RANK" in environ and "WORLD_SIZE" in environ):
         return 0, 1, 0, False
     if not 0 <= rank < world_size:
@@ -415,35 +418,30 @@ ATTENTION_BACKENDS = ("cudnn", "flash", "mem_efficient", "math")
 
 def choose_attention(hp: Hyperparameters, runtime: Runtime) -> None:
     """Leave one attention backend enabled: the fastest that runs the model's attention here.
-
-    cuDNN leads on Hopper (sm_90). It is not tried on Blackwell: there it was seen to return wrong
-    numbers, without an error, with fewer than 8 key/value heads.
-    """
+    cuDNN leads on Hopper (sm_90); on Blackwell it was seen to return wrong numbers, silently."""
     order = ["flash", "mem_efficient", "math"]
     if runtime.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         order.insert(0, "cudnn")
     shape = 1, hp.num_heads, 128, hp.model_dim // hp.num_heads
     q = torch.ones(shape, device=runtime.device, dtype=runtime.dtype, requires_grad=True)
-    k = q[:, : hp.num_kv_heads].detach()
+    k = q[:, : hp.num_kv_heads]
+    gqa = hp.num_heads != hp.num_kv_heads
     for chosen in order:
         for name in ATTENTION_BACKENDS:
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == chosen)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch tells why each backend cannot
-                F.scaled_dot_product_attention(
-                    q, k, k, is_causal=True, enable_gqa=hp.num_heads != hp.num_kv_heads
-                ).sum().backward()
+                y = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=gqa)
+                y.sum().backward()
             return
         except RuntimeError:
             continue
 
 
 class Log:
-    """Rank 0's lines, on the console and in OUTPUT_DIR/logs/RUN_ID.txt. Other ranks are silent.
-
-    Raises InputError, on rank 0, if the file cannot be written.
-    """
+    """Rank 0's lines, on the console and in OUTPUT_DIR/logs/RUN_ID.txt; other ranks are silent.
+    Raises InputError, on rank 0, if the file cannot be written."""
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime) -> None:
         self.file = None
@@ -494,10 +492,8 @@ def find_shards(pattern: str) -> list[Path]:
 
 
 def load_data_shard(path: str | Path) -> Tensor:
-    """The tokens of a shard, a uint16 tensor (n,), mapped into memory rather than read.
-
-    Raises InputError naming the file if its header or its size is wrong.
-    """
+    """The tokens of a shard, a uint16 tensor (n,), mapped into memory rather than read. Raises
+    InputError naming the file if its header or its size is wrong."""
     with open(path, "rb") as file:
         header = file.read(SHARD_HEADER_BYTES)
         size = file.seek(0, os.SEEK_END)
@@ -519,9 +515,7 @@ def load_data_shard(path: str | Path) -> Tensor:
 
 def check_token_ids(tokens: Tensor, vocab_size: int, path: Path, position: int) -> None:
     """Raise InputError naming shard, position and id if a token is outside the vocabulary.
-
-    tokens: uint16, the part of the shard at `path` that begins at `position`.
-    """
+    tokens: uint16, the part of the shard at `path` that begins at `position`."""
     ids = tokens.numpy()
     if ids.size and ids.max() >= vocab_size:
         first = int(np.argmax(ids >= vocab_size))
@@ -573,13 +567,12 @@ class DistributedTokenLoader:
         self.world_size = world_size
         self.device = torch.device(device)
 
-    def next_batch(
-        self, global_tokens: int, seq_len: int, grad_accum_steps: int
-    ) -> tuple[Tensor, Tensor]:
+    def next_batch(self, global_tokens: int, seq_len: int,
+                   grad_accum_steps: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of this rank's next micro-step, int64 (B, T) each, on the device.
 
-        global_tokens: of the whole optimizer step, over all ranks and micro-steps.
-        Raises InputError if they do not make whole sequences.
+        global_tokens: of the whole optimizer step. Raises InputError if a micro-step would not be
+        whole sequences.
         """
         slots = self.world_size * grad_accum_steps
         if global_tokens < 1 or global_tokens % (slots * seq_len):
@@ -741,9 +734,7 @@ class GPT(nn.Module):
 
     def forward(self, input_ids: Tensor, target_ids: Tensor) -> Tensor:
         """Mean cross-entropy in nats (fp32 scalar) of target_ids given input_ids, both (B, T).
-
-        Raises ValueError if T is above TRAIN_SEQ_LEN, where the rotary tables end.
-        """
+        Raises ValueError if T is above TRAIN_SEQ_LEN, where the rotary tables end."""
         T = input_ids.size(1)
         if T > len(self.cos):
             raise ValueError(f"{T} tokens in a sequence, but TRAIN_SEQ_LEN={len(self.cos)}")
@@ -768,10 +759,8 @@ Chain = Callable[[Tensor, int], Tensor]  # newton_schulz, as it is or compiled
 
 
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
-    """Bring all singular values of each wide matrix in stack (n, rows, columns) near 1.
-
-    The quintic iteration of Muon (Keller Jordan, 2024), in stack's dtype.
-    """
+    """Bring all singular values of each wide matrix in stack (n, rows, columns) near 1, by the
+    quintic iteration of Muon (Keller Jordan, 2024), in stack's dtype."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
@@ -781,10 +770,8 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
 
 
 def orthogonalize(matrices: list[Tensor], steps: int, chain: Chain = newton_schulz) -> list[Tensor]:
-    """Newton-Schulz of each matrix, times sqrt(max(1, rows / columns)).
-
-    Matrices of the same shape, the tall ones laid on their side, go through one chain together.
-    """
+    """Newton-Schulz of each matrix, times sqrt(max(1, rows / columns)). Matrices of one shape, the
+    tall ones laid on their side, go through one chain together."""
     alike = defaultdict(list)
     for i, matrix in enumerate(matrices):
         alike[min(matrix.shape), max(matrix.shape)].append(i)
@@ -823,8 +810,8 @@ def exchange(part: Tensor, sizes: list[int]) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalized (Keller Jordan, 2024), for matrices.
 
-    The matrices are shared out among the ranks. Each rank holds the momentum of its own, and one
-    collective exchanges all updates, in `dtype`.
+    They are shared out among the ranks: each holds the momentum of its own, and one collective
+    exchanges all updates, in `dtype`.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, backend_steps: int,
@@ -908,11 +895,9 @@ def build_optimizers(model: nn.Module, hp: Hyperparameters, dtype: torch.dtype,
 # ---- Schedules -----------------------------------------------------------------------------------
 
 def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
-    """What scales all learning rates at step (from 0), elapsed_ms into the training time.
-
-    One, then down to zero in a straight line: over the last WARMDOWN_ITERS steps or, under a cap
-    on the time, over the time that as many steps take at the average speed so far.
-    """
+    """What scales all learning rates at step (from 0), elapsed_ms into the training time: 1, then
+    straight down to 0, over the last WARMDOWN_ITERS steps or, under a cap on the time, over the
+    time that as many steps take at the average speed so far."""
     if hp.warmdown_iters <= 0:
         return 1.0
     if hp.max_wallclock_seconds == 0:
@@ -959,11 +944,8 @@ class TokenBytes:
 
 
 def load_tokenizer(hp: Hyperparameters) -> TokenBytes:
-    """The byte counts of the SentencePiece model at TOKENIZER_PATH.
-
-    Raises FileNotFoundError or InputError if it is missing, no such model, not of VOCAB_SIZE, or
-    without a piece for a lone space: its bytes would be counted wrongly.
-    """
+    """The byte counts of the SentencePiece model at TOKENIZER_PATH. Raises FileNotFoundError, or
+    InputError if it is no such model, not of VOCAB_SIZE, or miscounts spaces."""
     knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
     if not os.path.isfile(hp.tokenizer_path):
         raise FileNotFoundError(f"{knob} does not exist\n{WAYS_TO_DATA}")
@@ -1002,7 +984,7 @@ class Validation:
     @classmethod
     def load(cls, hp: Hyperparameters, token_bytes: TokenBytes) -> "Validation":
         """All validation shards. Raises InputError if they hold less than one sequence."""
-        paths = find_shards(os.path.join(hp.data_path, "fineweb_val_*.bin"))
+        paths = find_shards(hp.val_files)
         shards = [load_data_shard(path) for path in paths]
         for path, shard in zip(paths, shards):
             check_token_ids(shard, hp.vocab_size, path, 0)
@@ -1022,9 +1004,7 @@ class Validation:
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Runtime) -> float:
     """Mean cross-entropy in nats of tokens[1:], each seen from within its own window of T tokens.
-
-    tokens: uint16 (n * T + 1,). Every rank scores its part of the windows and gets the whole mean.
-    """
+    tokens: uint16 (n * T + 1,). Each rank scores its part of the windows and gets the whole mean."""
     T = hp.train_seq_len
     num_windows = (len(tokens) - 1) // T
     first = num_windows * runtime.rank // runtime.world_size
@@ -1047,10 +1027,8 @@ INT8_SCALE_FLOOR = 1 / 127
 
 
 def abs_quantile(rows: Tensor, q: float) -> Tensor:
-    """The q quantile of |row|, linearly interpolated, for each row of rows (n, m): fp32 (n,).
-
-    Equals torch.quantile, but selects the few largest values instead of sorting all of them.
-    """
+    """The q quantile of |row|, linearly interpolated, of each row of rows (n, m): fp32 (n,). Equals
+    torch.quantile, but selects the few largest values instead of sorting all of them."""
     m = rows.size(1)
     position = np.float32(q) * np.float32(m - 1)  # in fp32, as torch.quantile has it
     weight, below = math.modf(position)
@@ -1139,9 +1117,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def export(model: nn.Module, hp: Hyperparameters, runtime: Runtime, log: Log) -> bytes:
     """Write final_model.pt and final_model.int8.ptz; return the latter, read back from the disk.
-
-    Rank 0 does it all; its bytes reach the other ranks, which may not see its disk.
-    """
+    Rank 0 does it all; its bytes reach the other ranks, which may not see its disk."""
     if runtime.rank != 0:
         return runtime.bytes_from_rank_0(b"")
     folder = Path(hp.output_dir)
@@ -1172,8 +1148,8 @@ def read_artifact(data: bytes) -> dict[str, Tensor]:
 # ---- Training ------------------------------------------------------------------------------------
 
 class Stopwatch:
-    """Training time. It stands still from pause to start, and follows the device, not the host
-    that hands out work ahead of it."""
+    """Training time: stands still from pause to start; follows the device, not the host, which
+    hands out work ahead of it."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -1251,10 +1227,8 @@ def compile_and_wrap(
 
 def build_loader(hp: Hyperparameters, runtime: Runtime) -> DistributedTokenLoader:
     """A loader at the beginning of the training shards."""
-    pattern = os.path.join(hp.data_path, "fineweb_train_*.bin")
-    return DistributedTokenLoader(
-        pattern, runtime.rank, runtime.world_size, runtime.device, hp.vocab_size
-    )
+    place = runtime.rank, runtime.world_size, runtime.device
+    return DistributedTokenLoader(hp.train_files, *place, hp.vocab_size)
 
 
 def train_step(model: nn.Module, loader: DistributedTokenLoader,
@@ -1357,10 +1331,7 @@ def log_peak_memory(runtime: Runtime, log: Log) -> None:
 # ---- main ----------------------------------------------------------------------------------------
 
 def prepare_demo(hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
-    """For the demo's own data: build it, once on each node, and log what its builder says.
-
-    Raises InputError if that fails.
-    """
+    """For the demo's own data: build it, once on each node, and log what its builder says."""
     demo = PRESETS["demo"]
     own = (hp.data_path, hp.tokenizer_path) == (demo["data_path"], demo["tokenizer_path"])
     if hp.preset != "demo" or not own or runtime.local_rank != 0:
@@ -1377,14 +1348,13 @@ def prepare_demo(hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
 def log_run(hp: Hyperparameters, runtime: Runtime, loader: DistributedTokenLoader,
             validation: Validation, gpt: GPT, log: Log) -> None:
     """The lines that describe a run before it starts."""
-    val_pattern = os.path.join(hp.data_path, "fineweb_val_*.bin")
     backends = [f"{name}={getattr(torch.backends.cuda, f'{name}_sdp_enabled')()}"
                 for name in ATTENTION_BACKENDS]
     tied = hp.tie_embeddings
     log(f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}")
     log(f"train_loader:dataset:{Path(hp.data_path).resolve().name} "
         f"train_shards:{len(loader.stream.shards)}")
-    log(f"val_loader:shards pattern={val_pattern} tokens:{len(validation.tokens) - 1}")
+    log(f"val_loader:shards pattern={hp.val_files} tokens:{len(validation.tokens) - 1}")
     log(f"model_params:{sum(p.numel() for p in gpt.parameters())}")
     log(f"world_size:{runtime.world_size} grad_accum_steps:{runtime.grad_accum_steps}")
     log(f"sdp_backends:{' '.join(backends)}")

@@ -30,8 +30,8 @@ NUM_VAL_DOCS = 40
 BOS = 1
 # Not in every installation, or not library text.
 SKIPPED_FOLDERS = {
-    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo",
-    "ensurepip", "pydoc_data", "__phello__",
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter",
+    "turtledemo", "ensurepip", "pydoc_data", "__phello__",
 }  # fmt: skip
 
 
@@ -44,7 +44,8 @@ def module_docstrings(path: Path) -> list[str]:
     except (SyntaxError, ValueError):
         return []  # a template, or a file for another Python
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [text for node in ast.walk(tree) if isinstance(node, kinds) if (text := ast.get_docstring(node))]
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return [text for text in texts if text]
 
 
 def collect_documents() -> list[str]:
@@ -77,7 +78,7 @@ def train_tokenizer(documents: list[str]) -> bytes:
     """A SentencePiece BPE model of VOCAB_SIZE pieces, with the settings of the challenge's own."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in documents for line in text.splitlines() if line.strip()),
+        sentence_iterator=(line for text in documents for line in text.splitlines() if line),
         model_writer=model,
         model_type="bpe",
         vocab_size=VOCAB_SIZE,
@@ -158,8 +159,8 @@ def build(files: dict[str, Path], manifest: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dataset", type=Path, default=HERE / "datasets" / "demo_sp1024")
-    parser.add_argument("--tokenizer", type=Path, default=HERE / "tokenizers" / "demo_1024_bpe.model")
+    parser.add_argument("--dataset", type=Path, default=HERE / "datasets/demo_sp1024")
+    parser.add_argument("--tokenizer", type=Path, default=HERE / "tokenizers/demo_1024_bpe.model")
     args = parser.parse_args()
     files = {
         "tokenizer": args.tokenizer,
@@ -170,7 +171,7 @@ def main() -> None:
     if not is_whole(files, manifest):
         try:
             build(files, manifest)
-        except OSError as error:
+        except OSError as error:  # FileNotFoundError is one, too
             sys.exit(f"cannot build the demo corpus: {error}")
     facts = json.loads(manifest.read_text())
     print(

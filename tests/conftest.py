@@ -2,15 +2,16 @@
 
 import io
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
 import sentencepiece
 import torch
-from pydoc_data.topics import topics
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"
@@ -99,18 +100,55 @@ def knobs(dataset, tokenizer) -> dict[str, str]:
     }
 
 
+def process_environ(environ: dict[str, str], threads: int) -> dict[str, str]:
+    """`environ` and what a process needs to start, nothing else."""
+    kept = ("PATH", "HOME", "LD_LIBRARY_PATH")
+    base = {key: os.environ[key] for key in kept if key in os.environ}
+    return {**base, "OMP_NUM_THREADS": str(threads), **environ}
+
+
+def run_ranks(
+    folder: Path, environs: list[dict[str, str]], command: list[str]
+) -> list[subprocess.CompletedProcess]:
+    """Python with `command` as one process for each environment, placed as torchrun would."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank, environ in enumerate(environs):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(environs)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *command],
+                cwd=folder,
+                env=process_environ({**environ, **{k: str(v) for k, v in place.items()}}, 1),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=120) for process in processes]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(processes, outputs, strict=True)
+    ]
+
+
 def run_script(
-    folder: Path, environ: dict[str, str], ranks: int = 0, script: Path = SCRIPT, args: list[str] = ()
+    folder: Path,
+    environ: dict[str, str],
+    ranks: int = 0,
+    script: Path = SCRIPT,
+    args: list[str] = (),
 ) -> subprocess.CompletedProcess:
-    """The script as a process in `folder`; under torchrun if ranks > 0. Nothing but `environ` and
-    what a process needs to start is in its environment."""
-    base = {key: os.environ[key] for key in ("PATH", "HOME", "LD_LIBRARY_PATH") if key in os.environ}
+    """The script as a process in `folder`; under torchrun if ranks > 0."""
     threads = max(1, (os.cpu_count() or 2) // max(ranks, 1))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.run(
         [sys.executable, *(launcher if ranks else []), str(script), *args],
         cwd=folder,
-        env={**base, "OMP_NUM_THREADS": str(threads), **environ},
+        env=process_environ(environ, threads),
         capture_output=True,
         text=True,
         timeout=240,

@@ -26,7 +26,8 @@ def ranks(request, tmp_path_factory, knobs):
     result = run_script(folder, environ, world_size, ROOT / "tests" / "rank_worker.py", worker)
     assert result.returncode == 0, result.stderr
     return [
-        torch.load(folder / f"{world_size}_{rank}.pt", weights_only=True) for rank in range(world_size)
+        torch.load(folder / f"{world_size}_{rank}.pt", weights_only=True)
+        for rank in range(world_size)
     ]
 
 

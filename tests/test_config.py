@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from train_gpt import PRESETS, BATCH_SLOTS, Hyperparameters, InputError, read_topology
+from train_gpt import BATCH_SLOTS, PRESETS, Hyperparameters, InputError, read_topology
 
 PATTERNS = (
-    "attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,skip_weight,skip_weights"
+    "attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
+    "skip_weight,skip_weights"
 )
 # The contract's table of knobs, as it stands there.
 CONTRACT = {
@@ -102,7 +103,7 @@ def test_booleans_are_0_or_1(text):
     [
         ("NUM_LAYERS", "three"), ("NUM_LAYERS", "3.0"), ("NUM_LAYERS", ""), ("SEED", "-1"),
         ("MATRIX_LR", "nan"), ("MAX_WALLCLOCK_SECONDS", "inf"), ("MAX_WALLCLOCK_SECONDS", "-1"),
-        ("NUM_LAYERS", "0"), ("NUM_KV_HEADS", "0"), ("TRAIN_SEQ_LEN", "-1024"), ("SEED", "4294967296"),
+        ("NUM_LAYERS", "0"), ("NUM_KV_HEADS", "0"), ("TRAIN_SEQ_LEN", "-8"), ("SEED", "4294967296"),
         ("VOCAB_SIZE", "65537"), ("BETA1", "1"), ("BETA2", "-0.1"), ("LOGIT_SOFTCAP", "0"),
         ("PRESET", "demmo"), ("DEVICE", "gpu"), ("DTYPE", "fp16"), ("COMPILE", "yes"),
         ("RUN_ID", "../x"), ("RUN_ID", ""), ("RUN_ID", ".."), ("WARMUP_STEPS", "-1"),
@@ -119,7 +120,10 @@ def test_one_bad_value_is_one_line_with_its_variable_and_value(name, text):
         (dict(NUM_HEADS="7", NUM_KV_HEADS="7"), ["MODEL_DIM=512", "NUM_HEADS=7"]),
         (dict(MODEL_DIM="24"), ["MODEL_DIM=24", "NUM_HEADS=8", "even"]),
         (dict(NUM_KV_HEADS="3"), ["NUM_HEADS=8", "NUM_KV_HEADS=3"]),
-        (dict(TRAIN_BATCH_TOKENS="524289"), ["TRAIN_BATCH_TOKENS=524289", "TRAIN_SEQ_LEN=1024", "8"]),
+        (
+            dict(TRAIN_BATCH_TOKENS="524289"),
+            ["TRAIN_BATCH_TOKENS=524289", "TRAIN_SEQ_LEN=1024", "8"],
+        ),
         (dict(TRAIN_BATCH_TOKENS="4096"), ["TRAIN_BATCH_TOKENS=4096", "8192"]),
         (dict(VAL_BATCH_SIZE="8191"), ["VAL_BATCH_SIZE=8191", "8192", "TRAIN_SEQ_LEN=1024"]),
     ],
@@ -130,8 +134,15 @@ def test_knobs_that_do_not_fit_each_other(environ, names):
 
 
 def test_all_problems_come_at_once():
-    lines = problems_of(SEED="x", TIE_EMBEDDINGS="no", DEVICE="tpu", NUM_HEADS="7", NUM_KV_HEADS="7")
-    assert [line.split("=")[0] for line in lines] == ["SEED", "TIE_EMBEDDINGS", "DEVICE", "MODEL_DIM"]
+    lines = problems_of(
+        SEED="x", TIE_EMBEDDINGS="no", DEVICE="tpu", NUM_HEADS="7", NUM_KV_HEADS="7"
+    )
+    assert [line.split("=")[0] for line in lines] == [
+        "SEED",
+        "TIE_EMBEDDINGS",
+        "DEVICE",
+        "MODEL_DIM",
+    ]
 
 
 def test_the_environment_wins_over_the_preset():

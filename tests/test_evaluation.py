@@ -44,7 +44,9 @@ def test_bytes_are_those_of_the_decoded_text(tokenizer, token_bytes, text):
         return  # a literal U+2581 cannot be told from a space; the rest has no bytes of its own
     # A letter in front, so that the decoder keeps a leading space.
     front = sp.encode("a")
-    assert token_bytes.count(np.array([*front, *ids])) == len(sp.decode([*front, *ids]).encode()) - 1
+    assert (
+        token_bytes.count(np.array([*front, *ids])) == len(sp.decode([*front, *ids]).encode()) - 1
+    )
 
 
 def test_bytes_by_the_rules(tokenizer, token_bytes):
@@ -128,9 +130,14 @@ def test_a_uniform_model_scores_ln_v(small, token_bytes):
 def test_too_few_tokens_and_foreign_tokens(small, token_bytes, tmp_path):
     with pytest.raises(ValueError, match="TRAIN_SEQ_LEN=100"):
         Validation.load(dataclasses.replace(small, train_seq_len=100), token_bytes)
-    assert len(Validation.load(dataclasses.replace(small, train_seq_len=99), token_bytes).tokens) == 100
+    assert (
+        len(Validation.load(dataclasses.replace(small, train_seq_len=99), token_bytes).tokens)
+        == 100
+    )
     write_shard(tmp_path / "fineweb_val_000002.bin", [5, VOCAB_SIZE])
-    with pytest.raises(ValueError, match=f"fineweb_val_000002.bin: token id {VOCAB_SIZE} at position 1"):
+    with pytest.raises(
+        ValueError, match=f"fineweb_val_000002.bin: token id {VOCAB_SIZE} at position 1"
+    ):
         Validation.load(small, token_bytes)
 
 
@@ -157,7 +164,8 @@ def test_every_window_is_scored_once_for_any_world_and_batch(small, token_bytes,
         total += evaluate(model, tokens, hp, part)  # without a process group: this rank's share
     ids = tokens.to(torch.int64)
     windows = [
-        (tuple(ids[i : i + 16].tolist()), tuple(ids[i + 1 : i + 17].tolist())) for i in range(0, 96, 16)
+        (tuple(ids[i : i + 16].tolist()), tuple(ids[i + 1 : i + 17].tolist()))
+        for i in range(0, 96, 16)
     ]
     assert model.windows == windows
     assert total == pytest.approx(ids[1:].float().mean().item(), rel=1e-6)

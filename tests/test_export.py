@@ -100,7 +100,9 @@ def test_whole_tensors_by_the_contracts_formula():
 
 
 @settings(max_examples=80, deadline=None)
-@given(rows=st.integers(1, 4), columns=st.integers(1, 3000), q=st.sampled_from([0.9999984, 0.999, 1.0]))
+@given(
+    rows=st.integers(1, 4), columns=st.integers(1, 3000), q=st.sampled_from([0.9999984, 0.999, 1.0])
+)
 def test_the_quantile_is_torchs(rows, columns, q):
     values = torch.randn(rows, columns)
     torch.testing.assert_close(

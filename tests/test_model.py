@@ -18,7 +18,9 @@ from train_gpt import (
     seed_everything,
 )
 
-SMALL = dict(vocab_size=96, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, train_seq_len=24)
+SMALL = dict(
+    vocab_size=96, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, train_seq_len=24
+)
 
 
 def build(dtype=torch.float32, seed=0, **knobs) -> tuple[GPT, Hyperparameters]:

@@ -25,7 +25,9 @@ def test_warmdown_by_time():
     """At 100 ms a step, 20 steps of warmdown are the last 2 of 10 seconds."""
     knobs = dict(iterations=1000, warmdown_iters=20, max_wallclock_seconds=10.0)
     steps = (1, 79, 80, 90, 99, 100, 120)
-    assert [factor(s, 100.0 * s, **knobs) for s in steps] == pytest.approx([1, 1, 1, 0.5, 0.05, 0, 0])
+    assert [factor(s, 100.0 * s, **knobs) for s in steps] == pytest.approx(
+        [1, 1, 1, 0.5, 0.05, 0, 0]
+    )
     assert factor(0, 0.0, **knobs) == 1
     assert factor(0, 10_000.0, **knobs) == 0
     assert factor(0, 9_990.0, **knobs) == pytest.approx(10 / (20 * 9_990))  # step 0 counts as one

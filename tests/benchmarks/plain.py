@@ -135,9 +135,9 @@ class PlainOptimizers:
         rates = {"embed": embed_lr, "head": hp.head_lr, "scalar": hp.scalar_lr}
         self.hp = hp
         self.adams = [
-            torch.optim.Adam(groups[k], lr=lr, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, foreach=False)
-            for k, lr in rates.items()
-            if groups[k]
+            torch.optim.Adam(groups[name], lr=lr, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps)
+            for name, lr in rates.items()
+            if groups[name]
         ]
         self.matrices = groups["matrix"]
         self.momenta = [torch.zeros_like(p) for p in self.matrices]
