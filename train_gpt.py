@@ -36,6 +36,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import uuid
@@ -77,19 +78,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "demo": dict(  # two minutes on two CPU cores
         data_path="./data/datasets/demo_sp1024",
         tokenizer_path="./data/tokenizers/demo_1024_bpe.model",
-        max_wallclock_seconds=100.0,
-        train_batch_tokens=4096,
-        train_seq_len=128,
-        warmdown_iters=300,
-        warmup_steps=1,
-        val_batch_size=32768,
-        val_loss_every=100,
-        train_log_every=20,
-        num_layers=4,
-        model_dim=128,
-        num_heads=2,
-        num_kv_heads=1,
-        muon_momentum_warmup_steps=100,
+        max_wallclock_seconds=100.0, train_batch_tokens=4096, train_seq_len=128,
+        warmup_steps=1, warmdown_iters=300, muon_momentum_warmup_steps=100,
+        val_batch_size=32_768, val_loss_every=100, train_log_every=20,
+        num_layers=4, model_dim=128, num_heads=2, num_kv_heads=1,
     ),
 }
 
@@ -103,7 +95,7 @@ def parse_knob(name: str, text: str, kind: Any) -> Any:
     try:
         if kind is not bool and (kind is str or math.isfinite(kind(text))):
             return kind(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
     wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number"}[kind]
     raise InputError(f"{name}={text!r} must be {wanted}")
@@ -120,7 +112,7 @@ class Hyperparameters:
     output_dir: str = "."  # everything that a run writes goes under it
     # machine
     device: str = "auto"  # cuda, cpu; auto: cuda if there is one
-    dtype: str = "auto"  # of activations: bf16, fp32; auto: bf16 where the hardware multiplies it
+    dtype: str = "auto"  # of activations, embedding, Muon: bf16, fp32; auto: bf16 if fast here
     compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda and, on the CPU, where it pays
     # data
     data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
@@ -168,11 +160,11 @@ class Hyperparameters:
 
     @property
     def train_files(self) -> str:
-        return os.path.join(self.data_path, "fineweb_train_*.bin")
+        return os.path.join(glob.escape(self.data_path), "fineweb_train_*.bin")
 
     @property
     def val_files(self) -> str:
-        return os.path.join(self.data_path, "fineweb_val_*.bin")
+        return os.path.join(glob.escape(self.data_path), "fineweb_val_*.bin")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
@@ -211,6 +203,7 @@ class Hyperparameters:
             ("dtype", self.dtype in ("auto", "bf16", "fp32"), "auto, bf16 or fp32"),
             ("compile", self.compile in ("auto", "1", "0"), "auto, 1 or 0"),
             ("run_id", "" != Path(self.run_id).name == self.run_id != "..", "a plain file name"),
+            ("run_id", len(self.run_id) <= 200, "at most 200 characters long"),
             ("seed", self.seed < 2**32, "below 2**32"),
             ("vocab_size", self.vocab_size <= 2**16, "at most 65536: tokens are uint16"),
         ]
@@ -309,7 +302,7 @@ class Runtime:
         return values
 
     def together(self, action: Callable[..., Any], *args: Any) -> Any:
-        """action(*args) on every rank. A user's error on one of them is raised on all."""
+        """action(*args) on every rank. A user's error on one of them is raised on all, "shared"."""
         result = error = None
         try:
             result = action(*args)
@@ -317,6 +310,7 @@ class Runtime:
             error = caught
         errors = [e for e in self.gather(error) if e is not None]
         if errors:
+            errors[0].shared = self.distributed
             raise errors[0]
         return result
 
@@ -386,23 +380,22 @@ def open_runtime(hp: Hyperparameters, environ: Mapping[str, str]) -> Iterator[Ru
 
 
 def leave_after_error(error: Exception, environ: Mapping[str, str]) -> NoReturn:
-    """Report an error and leave with exit code 1, without waiting for any other rank.
-
-    A user's error is its message alone, from rank 0; anything else is a traceback from its rank.
-    """
-    if isinstance(error, InputError | FileNotFoundError):
+    """Report an error and leave with exit code 1, without waiting for a rank that may not come.
+    A user's error is its message alone, from rank 0; anything else is a traceback from its rank."""
+    shared = getattr(error, "shared", False)
+    if not isinstance(error, InputError | FileNotFoundError):
+        traceback.print_exception(error)
+    elif environ.get("RANK", "0") == "0" or not shared:
         if environ.get("RANK", "0") != "0":
-            # torchrun ends all ranks when one leaves: let rank 0 speak. If this rank is still
-            # alive after that, the error is its own.
-            time.sleep(10)
+            time.sleep(10)  # torchrun ends all ranks when one leaves: rank 0's word comes first
         kind = "ValueError" if isinstance(error, InputError) else "FileNotFoundError"
         print(f"{kind}: {error}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
     sys.stdout.flush()
     sys.stderr.flush()
+    if shared:
+        dist.barrier()
     if dist.is_initialized():
-        os._exit(1)  # an orderly exit may wait for a rank that hangs in a collective
+        os._exit(1)  # the interpreter's own exit may hang, or abort, in gloo's threads
     sys.exit(1)
 
 
@@ -416,27 +409,39 @@ def seed_everything(seed: int) -> None:
 ATTENTION_BACKENDS = ("cudnn", "flash", "mem_efficient", "math")
 
 
-def choose_attention(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Leave one attention backend enabled: the fastest that runs the model's attention here.
-    cuDNN leads on Hopper (sm_90); on Blackwell it was seen to return wrong numbers, silently."""
+def choose_attention(hp: Hyperparameters, runtime: Runtime) -> bool:
+    """Leave one attention backend enabled, the fastest that runs the model's attention here, and
+    return whether it takes grouped queries: otherwise keys and values must be repeated for them.
+    cuDNN leads on Hopper (sm_90); on Blackwell it has returned wrong numbers without an error."""
+    H, K, width = hp.num_heads, hp.num_kv_heads, hp.model_dim // hp.num_heads
     order = ["flash", "mem_efficient", "math"]
     if runtime.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         order.insert(0, "cudnn")
-    shape = 1, hp.num_heads, 128, hp.model_dim // hp.num_heads
-    q = torch.ones(shape, device=runtime.device, dtype=runtime.dtype, requires_grad=True)
-    k = q[:, : hp.num_kv_heads]
-    gqa = hp.num_heads != hp.num_kv_heads
     for chosen in order:
         for name in ATTENTION_BACKENDS:
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == chosen)
+        takes_groups = chosen != "mem_efficient"
+        qkv = torch.ones(1, hp.train_seq_len, H + 2 * K, width, device=runtime.device,
+                         dtype=runtime.dtype, requires_grad=True)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch tells why each backend cannot
-                y = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=gqa)
-                y.sum().backward()
-            return
+                attend(*qkv.split((H, K, K), dim=2), takes_groups).sum().backward()
+            break
         except RuntimeError:
             continue
+    return takes_groups
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, takes_groups: bool) -> Tensor:
+    """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
+    group = q.size(2) // k.size(2)
+    if not takes_groups:
+        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = takes_groups and group > 1
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return y.transpose(1, 2)
 
 
 class Log:
@@ -450,6 +455,7 @@ class Log:
         path = Path(hp.output_dir) / "logs" / f"{hp.run_id}.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=hp.output_dir).close()  # the model's files come much later
             self.file = open(path, "a", encoding="utf-8")
         except OSError as error:
             raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written, set another one: "
@@ -494,9 +500,13 @@ def find_shards(pattern: str) -> list[Path]:
 def load_data_shard(path: str | Path) -> Tensor:
     """The tokens of a shard, a uint16 tensor (n,), mapped into memory rather than read. Raises
     InputError naming the file if its header or its size is wrong."""
-    with open(path, "rb") as file:
-        header = file.read(SHARD_HEADER_BYTES)
-        size = file.seek(0, os.SEEK_END)
+    try:
+        with open(path, "rb") as file:
+            header = file.read(SHARD_HEADER_BYTES)
+            size = file.seek(0, os.SEEK_END)
+    except OSError as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else InputError
+        raise kind(f"{path} cannot be read: {error.strerror}") from None
     if len(header) < SHARD_HEADER_BYTES:
         raise InputError(f"{path}: {size} bytes are too few for a shard: get the file again")
     magic, version, num_tokens = (int(word) for word in np.frombuffer(header, "<i4", count=3))
@@ -571,14 +581,15 @@ class DistributedTokenLoader:
                    grad_accum_steps: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of this rank's next micro-step, int64 (B, T) each, on the device.
 
-        global_tokens: of the whole optimizer step. Raises InputError if a micro-step would not be
-        whole sequences.
+        global_tokens: of the whole optimizer step. Raises InputError if a micro-step's share of
+        them is not a number of whole sequences.
         """
         slots = self.world_size * grad_accum_steps
-        if global_tokens < 1 or global_tokens % (slots * seq_len):
+        local = global_tokens // slots
+        if local < 1 or local % seq_len:
             raise InputError(f"TRAIN_BATCH_TOKENS={global_tokens} must be a multiple of "
                              f"{slots} slots * TRAIN_SEQ_LEN={seq_len}")
-        span = global_tokens // slots + 1  # the first token is no target, the last one no input
+        span = local + 1  # the first token is no target, the last one no input
         tokens = self.stream.take(self.world_size * span)[self.rank * span :][:span]
         tokens = tokens.to(torch.int64)
         if self.device.type == "cuda":
@@ -636,6 +647,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = hp.num_heads, hp.num_kv_heads
+        self.takes_groups = True  # see choose_attention
         kv_dim = hp.model_dim // hp.num_heads * hp.num_kv_heads
         self.c_q = CastedLinear(hp.model_dim, hp.model_dim)
         self.c_k = CastedLinear(hp.model_dim, kv_dim)
@@ -653,9 +665,7 @@ class CausalSelfAttention(nn.Module):
         qk, v = qkv.split((H + K, K), dim=2)
         q, k = apply_rotary(rms_norm(qk), cos, sin).split((H, K), dim=2)
         q = q * self.q_gain.to(x.dtype)[:, None]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != K)
-        return self.proj(y.transpose(1, 2).reshape(B, T, D), scale)
+        return self.proj(attend(q, k, v, self.takes_groups).reshape(B, T, D), scale)
 
 
 class MLP(nn.Module):
@@ -1004,7 +1014,7 @@ class Validation:
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Runtime) -> float:
     """Mean cross-entropy in nats of tokens[1:], each seen from within its own window of T tokens.
-    tokens: uint16 (n * T + 1,). Each rank scores its part of the windows and gets the whole mean."""
+    tokens: uint16 (n * T + 1,). Each rank scores its part of the windows and gets the mean."""
     T = hp.train_seq_len
     num_windows = (len(tokens) - 1) // T
     first = num_windows * runtime.rank // runtime.world_size
@@ -1085,7 +1095,7 @@ def quantize_state_dict_int8(
 
 
 def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state_dict, in its own dtypes, from an object of quantize_state_dict_int8."""
+    """The state_dict from an object of quantize_state_dict_int8, in the dtypes it remembers."""
     state_dict = {}
     for name, values in obj["quantized"].items():
         scale = obj["scales"][name].float()
@@ -1108,11 +1118,14 @@ def serialize(obj: Any) -> bytes:
 def write_file(path: Path, data: bytes) -> None:
     """Write beside, flush to the disk, rename: path is always the whole old or new file."""
     beside = path.with_name(path.name + ".part")
-    with open(beside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def export(model: nn.Module, hp: Hyperparameters, runtime: Runtime, log: Log) -> bytes:
@@ -1198,7 +1211,7 @@ def compiler_problem(device: torch.device) -> str:
     try:
         torch.compile(torch.sin)(torch.zeros(2, device=device))
     except Exception as error:  # torch, Triton and the C++ compiler each have their own
-        return str(error).strip().splitlines()[0]
+        return " ".join(str(error).split())[:200] or repr(error)
     finally:
         torch.compiler.reset()
     return ""
@@ -1354,7 +1367,8 @@ def log_run(hp: Hyperparameters, runtime: Runtime, loader: DistributedTokenLoade
     log(f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}")
     log(f"train_loader:dataset:{Path(hp.data_path).resolve().name} "
         f"train_shards:{len(loader.stream.shards)}")
-    log(f"val_loader:shards pattern={hp.val_files} tokens:{len(validation.tokens) - 1}")
+    log(f"val_loader:shards pattern={os.path.join(hp.data_path, 'fineweb_val_*.bin')} "
+        f"tokens:{len(validation.tokens) - 1}")
     log(f"model_params:{sum(p.numel() for p in gpt.parameters())}")
     log(f"world_size:{runtime.world_size} grad_accum_steps:{runtime.grad_accum_steps}")
     log(f"sdp_backends:{' '.join(backends)}")
@@ -1387,9 +1401,11 @@ def run(hp: Hyperparameters, runtime: Runtime) -> None:
     token_bytes = runtime.together(load_tokenizer, hp)
     validation = runtime.together(Validation.load, hp, token_bytes)
 
-    choose_attention(hp, runtime)
+    takes_groups = choose_attention(hp, runtime)
     seed_everything(hp.seed)
     gpt = GPT(hp, runtime.dtype).to(runtime.device)
+    for block in gpt.blocks:
+        block.attn.takes_groups = takes_groups
     log_run(hp, runtime, loader, validation, gpt, log)
     model, chain = compile_and_wrap(gpt, hp, runtime, log)
     optimizers = build_optimizers(gpt, hp, runtime.dtype, chain)

@@ -116,10 +116,13 @@ def strongest_lzma(data: bytes) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write beside and rename, so that path is never half a file."""
+    """Write beside, flush to the disk, rename: path is never half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    beside.write_bytes(data)
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(beside, path)
 
 

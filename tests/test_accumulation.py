@@ -1,5 +1,7 @@
 """One step, any number of ranks: real gloo processes against one large batch in this process."""
 
+import dataclasses
+
 import pytest
 import torch
 from conftest import ROOT, run_script
@@ -15,6 +17,7 @@ from train_gpt import (
 )
 
 STEPS = 20
+ALONE = Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4, 8])
@@ -53,11 +56,37 @@ def alone(hp):
     """Weights and losses of the same steps in this process, without any process group."""
     seed_everything(hp.seed)
     gpt = GPT(hp, torch.float32)
-    runtime = Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32)
     optimizers = build_optimizers(gpt, hp, torch.float32)
     loader = DistributedTokenLoader(f"{hp.data_path}/fineweb_train_*.bin", 0, 1, "cpu")
-    losses = [train_step(gpt, loader, optimizers, hp, runtime).item() for _ in range(STEPS)]
+    losses = [train_step(gpt, loader, optimizers, hp, ALONE).item() for _ in range(STEPS)]
     return gpt.state_dict(), losses
+
+
+class Gradients:
+    """Stands among the optimizers and keeps the gradients that they get."""
+
+    param_groups: list = []
+
+    def __init__(self, gpt):
+        self.gpt = gpt
+
+    def step(self):
+        self.last = [p.grad.clone() for p in self.gpt.parameters()]
+
+    def zero_grad(self, set_to_none):
+        self.gpt.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("limit, norm", [(0.0, 0.65), (0.01, 0.01), (100.0, 0.65)])
+def test_the_global_norm_is_clipped_after_accumulation(hp, limit, norm):
+    """The norm of this model's first gradient is 0.65; 0 means off."""
+    seed_everything(hp.seed)
+    gpt = GPT(hp, torch.float32)
+    keeper = Gradients(gpt)
+    loader = DistributedTokenLoader(hp.train_files, 0, 1, "cpu")
+    train_step(gpt, loader, [keeper], dataclasses.replace(hp, grad_clip_norm=limit), ALONE)
+    found = torch.cat([g.flatten() for g in keeper.last]).norm().item()
+    assert found == pytest.approx(norm, rel=0.01)
 
 
 def test_accumulated_gradients_are_those_of_one_batch(ranks, one_batch):

@@ -103,6 +103,7 @@ def test_booleans_are_0_or_1(text):
     [
         ("NUM_LAYERS", "three"), ("NUM_LAYERS", "3.0"), ("NUM_LAYERS", ""), ("SEED", "-1"),
         ("MATRIX_LR", "nan"), ("MAX_WALLCLOCK_SECONDS", "inf"), ("MAX_WALLCLOCK_SECONDS", "-1"),
+        ("SEED", "9" * 400), ("RUN_ID", "x" * 201),
         ("NUM_LAYERS", "0"), ("NUM_KV_HEADS", "0"), ("TRAIN_SEQ_LEN", "-8"), ("SEED", "4294967296"),
         ("VOCAB_SIZE", "65537"), ("BETA1", "1"), ("BETA2", "-0.1"), ("LOGIT_SOFTCAP", "0"),
         ("PRESET", "demmo"), ("DEVICE", "gpu"), ("DTYPE", "fp16"), ("COMPILE", "yes"),

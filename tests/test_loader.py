@@ -61,6 +61,11 @@ def test_a_foreign_or_empty_file_names_itself(tmp_path, content):
         load_data_shard(path)
 
 
+def test_a_folder_in_the_place_of_a_shard(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        load_data_shard(tmp_path)
+
+
 def test_a_missing_file_or_folder():
     with pytest.raises(FileNotFoundError):
         load_data_shard("/nowhere/x.bin")
@@ -103,6 +108,11 @@ def test_a_batch_of_broken_sequences_is_refused(shards, tokens):
     loader = DistributedTokenLoader(shards, 0, 1, "cpu")
     with pytest.raises(ValueError, match=f"TRAIN_BATCH_TOKENS={tokens} .*8 slots"):
         loader.next_batch(tokens, 24, 8)
+
+
+def test_the_share_of_a_micro_step_is_rounded_down(shards):
+    x, y = DistributedTokenLoader(shards, 0, 1, "cpu").next_batch(199, 24, 8)
+    assert x.tolist() == [list(range(24))] and y.tolist() == [list(range(1, 25))]
 
 
 def step_spans(pattern: str, world_size: int, slot_tokens: int, steps: int) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """Whole runs, as processes: python and torchrun, the log line by line, the files, every error."""
 
+import io
 import os
 import re
 import shutil
@@ -10,7 +11,20 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPT, run_ranks, run_script, write_shard
 
-from train_gpt import GPT, Hyperparameters, read_artifact
+from train_gpt import (
+    GPT,
+    DistributedTokenLoader,
+    Hyperparameters,
+    Runtime,
+    Validation,
+    build_optimizers,
+    evaluate,
+    load_tokenizer,
+    read_artifact,
+    seed_everything,
+)
+
+ALONE = Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32)
 
 NUMBER = r"\d+"
 LOSS = r"\d+\.\d{4}"
@@ -118,6 +132,49 @@ def test_training_helps_and_the_round_trip_costs_little(single):
     assert last_numbers(output)[0] == pytest.approx(losses[2], abs=0.02)
 
 
+def test_the_run_is_the_schedule_and_the_steps_by_hand(single, knobs):
+    """Learning rate and momentum at step s, counted from 0, in a loop written out here."""
+    folder, _ = single
+    hp = Hyperparameters.from_env(knobs)
+    seed_everything(hp.seed)
+    gpt = GPT(hp, torch.float32)
+    adam, muon = build_optimizers(gpt, hp, torch.float32)
+    loader = DistributedTokenLoader(hp.train_files, 0, 1, "cpu")
+    for s, factor in enumerate([1, 1, 1, 0.75, 0.5, 0.25]):  # 6 iterations, 4 of warmdown
+        adam.param_groups[0]["lr"], adam.param_groups[1]["lr"] = 0.05 * factor, 0.04 * factor
+        muon.param_groups[0]["lr"] = 0.04 * factor
+        muon.param_groups[0]["momentum"] = 0.85 + 0.10 * s / 500
+        for _ in range(8):
+            x, y = loader.next_batch(512, 32, 8)
+            (gpt(x, y) / 8).backward()
+        for optimizer in (adam, muon):
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = torch.load(folder / "final_model.pt", weights_only=True)
+    for name, tensor in gpt.state_dict().items():
+        torch.testing.assert_close(tensor, trained[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_the_last_line_scores_the_bytes_on_the_disk(tmp_path, knobs, tokenizer):
+    """With a model large enough that its matrices are quantized."""
+    environ = {**knobs, "MODEL_DIM": "256", "NUM_LAYERS": "2", "ITERATIONS": "3"}
+    result = run_script(tmp_path, environ)
+    assert result.returncode == 0, result.stderr
+    hp = Hyperparameters.from_env(environ)
+    validation = Validation.load(hp, load_tokenizer(hp))
+    data = (tmp_path / "final_model.int8.ptz").read_bytes()
+    assert torch.load(io.BytesIO(zlib.decompress(data)), weights_only=True)["quantized"]
+    scores = []
+    for state in (read_artifact(data), torch.load(tmp_path / "final_model.pt", weights_only=True)):
+        gpt = GPT(hp, torch.float32)
+        gpt.load_state_dict(state)
+        scores.append(evaluate(gpt, validation.tokens, hp, ALONE))
+    loss, bpb = last_numbers(result.stdout)
+    assert loss == pytest.approx(scores[0], abs=2e-6)
+    assert abs(scores[0] - scores[1]) > 1e-4  # not the unquantized model
+    assert bpb == pytest.approx(validation.bits_per_byte(loss), abs=1e-7)
+
+
 def test_a_run_repeats_bit_for_bit(single, tmp_path, knobs):
     folder, output = single
     again = run_script(tmp_path, knobs)
@@ -172,8 +229,8 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     assert "replicas:identical" in lines
 
 
-def test_untied_first_loss_is_ln_v_and_gradient_clipping_runs(tmp_path, knobs):
-    environ = {**knobs, "TIE_EMBEDDINGS": "0", "GRAD_CLIP_NORM": "1.0", "ITERATIONS": "2"}
+def test_untied_first_loss_is_ln_v(tmp_path, knobs):
+    environ = {**knobs, "TIE_EMBEDDINGS": "0", "ITERATIONS": "2"}
     result = run_script(tmp_path, {**environ, "NUM_LAYERS": "1"})
     assert result.returncode == 0, result.stderr
     assert "step:1/2 train_loss:5.9506 " in result.stdout  # ln 384 = 5.95064
@@ -253,28 +310,39 @@ def test_an_output_folder_that_cannot_be_written(tmp_path, knobs):
     assert "OUTPUT_DIR='file/out'" in error_of(run_script(tmp_path, environ, ranks=2))
 
 
+def test_a_folder_where_the_model_goes(tmp_path, knobs):
+    (tmp_path / "final_model.pt").mkdir()
+    result = run_script(tmp_path, {**knobs, "ITERATIONS": "1", "VAL_LOSS_EVERY": "0"})
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.stderr.startswith("ValueError: final_model.pt cannot be written: ")
+
+
 def test_what_only_one_rank_lacks_is_an_error_on_rank_0(tmp_path, knobs):
     """As on a node without the data: the others must not go on, nor wait."""
     environs = [knobs, {**knobs, "DATA_PATH": "nowhere"}]
     first, second = run_ranks(tmp_path, environs, [str(SCRIPT)])
     assert first.returncode == second.returncode == 1
     assert "DATA_PATH has no nowhere/fineweb_train_*.bin" in error_of(first)
+    assert second.stderr == ""
 
 
 def test_replicas_that_differ_fail_the_run(tmp_path, knobs):
     program = """
-import os, torch, train_gpt
+import os, train_gpt
 hp = train_gpt.Hyperparameters.from_env(os.environ)
-with train_gpt.open_runtime(hp, os.environ) as runtime:
-    train_gpt.seed_everything(1)
-    gpt = train_gpt.GPT(hp, runtime.dtype)
-    train_gpt.check_replicas(gpt, runtime, print)
-    if runtime.rank == 1:
-        gpt.blocks[0].resid_mix.data[1, 3] += 1e-7
-    train_gpt.check_replicas(gpt, runtime, print)
+try:
+    with train_gpt.open_runtime(hp, os.environ) as runtime:
+        train_gpt.seed_everything(1)
+        gpt = train_gpt.GPT(hp, runtime.dtype)
+        train_gpt.check_replicas(gpt, runtime, print)
+        if runtime.rank == 1:
+            gpt.blocks[0].resid_mix.data[1, 3] += 1e-7
+        train_gpt.check_replicas(gpt, runtime, print)
+except Exception as error:
+    train_gpt.leave_after_error(error, os.environ)
 """
     for process in run_ranks(tmp_path, [{**knobs, "PYTHONPATH": str(ROOT)}] * 2, ["-c", program]):
-        assert process.stdout.count("replicas:identical") == 1
+        assert process.returncode == 1 and process.stdout.count("replicas:identical") == 1
         assert "RuntimeError: the weights of ranks [1] differ from rank 0's" in process.stderr
 
 

@@ -1,10 +1,21 @@
 """Learning rate and momentum as functions of step and time."""
 
+import dataclasses
+import time
+
 import pytest
 import torch
 from torch import nn
 
-from train_gpt import Hyperparameters, Muon, lr_factor, muon_momentum, set_schedule
+from train_gpt import (
+    Hyperparameters,
+    Muon,
+    Runtime,
+    Stopwatch,
+    lr_factor,
+    muon_momentum,
+    set_schedule,
+)
 
 
 def factor(step, elapsed_ms=0.0, **knobs):
@@ -58,3 +69,55 @@ def test_the_factor_scales_every_rate_from_its_full_value():
         rates = [group["lr"] for optimizer in (adam, muon) for group in optimizer.param_groups]
         assert rates == pytest.approx([0.6 * value, 0.008 * value, 0.04 * value])
     assert muon.param_groups[0]["momentum"] == 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowDevice(Runtime):
+    """A device whose work is done when somebody waits for it; notes who waits for what."""
+
+    waits: list = dataclasses.field(default_factory=list)
+    events: list = dataclasses.field(default_factory=list)
+
+    def record_event(self):
+        event = SlowEvent(len(self.events), self.waits)
+        self.events.append(event)
+        return event
+
+    def synchronize(self):
+        self.waits.append("all")
+
+
+@dataclasses.dataclass
+class SlowEvent:
+    number: int
+    waits: list
+
+    def synchronize(self):
+        self.waits.append(self.number)
+
+
+def test_the_host_stays_one_step_ahead_of_the_device():
+    device = SlowDevice(0, 1, 0, False, torch.device("cpu"), torch.float32)
+    watch = Stopwatch(device)
+    watch.start()
+    for _ in range(4):
+        watch.lap()
+    assert device.waits == [0, 1, 2]  # never for the step in hand
+    watch.pause()
+    watch.start()
+    watch.lap()
+    assert device.waits == [0, 1, 2, "all"]  # after a pause nothing is left to wait for
+
+
+def test_the_stopwatch_stands_still_while_paused():
+    watch = Stopwatch(Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32))
+    assert watch.elapsed_ms() == 0
+    for _ in range(2):
+        watch.start()
+        time.sleep(0.02)
+        watch.pause()
+        time.sleep(0.05)
+    assert 40 <= watch.elapsed_ms() < 90
+    assert watch.report(4) == (
+        f"train_time:{watch.elapsed_ms():.0f}ms step_avg:{watch.elapsed_ms() / 4:.2f}ms"
+    )
