@@ -11,10 +11,8 @@ Prints what was built, its sha256 sums and, for scale, how small lzma makes the 
 import argparse
 import ast
 import hashlib
-import io
 import json
 import lzma
-import os
 import platform
 import sys
 import sysconfig
@@ -23,11 +21,12 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
+from download_hf_docs_and_tokenize import Settings, export_dataset, train_sentencepiece
+from shards import HEADER_BYTES, write_file
 
 HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 1024
 NUM_VAL_DOCS = 40
-BOS = 1
 # Not in every installation, or not library text.
 SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter",
@@ -74,36 +73,6 @@ def collect_documents() -> list[str]:
     return [documents[name] for name in mixed]
 
 
-def train_tokenizer(documents: list[str]) -> bytes:
-    """A SentencePiece BPE model of VOCAB_SIZE pieces, with the settings of the challenge's own."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in documents for line in text.splitlines() if line),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=VOCAB_SIZE,
-        character_coverage=0.999,
-        byte_fallback=True,
-        split_digits=True,
-        normalization_rule_name="nmt_nfkc",
-        add_dummy_prefix=False,
-        pad_id=0,
-        bos_id=BOS,
-        eos_id=2,
-        unk_id=3,
-        minloglevel=2,
-    )
-    return model.getvalue()
-
-
-def shard(token_lists: list[list[int]]) -> bytes:
-    """A shard file: header, then BOS and the tokens of each document."""
-    tokens = np.array([token for tokens in token_lists for token in (BOS, *tokens)], dtype="<u2")
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, tokens.size
-    return header.tobytes() + tokens.tobytes()
-
-
 def strongest_lzma(data: bytes) -> int:
     """The size in bytes that the best of lzma's settings for text reaches, without a container."""
     preset = 9 | lzma.PRESET_EXTREME
@@ -115,22 +84,15 @@ def strongest_lzma(data: bytes) -> int:
     return min(len(lzma.compress(data, lzma.FORMAT_RAW, filters=[f])) for f in filters)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write beside, flush to the disk, rename: path is never half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with open(beside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def is_whole(files: dict[str, Path], manifest: Path) -> bool:
     """Whether all files are there and as the manifest says."""
     try:
         sums = json.loads(manifest.read_text())["sha256"]
-        return all(hashlib.sha256(files[k].read_bytes()).hexdigest() == sums[k] for k in files)
+        return all(sha256(path) == sums[name] for name, path in files.items())
     except (OSError, ValueError, KeyError):
         return False
 
@@ -138,24 +100,19 @@ def is_whole(files: dict[str, Path], manifest: Path) -> bool:
 def build(files: dict[str, Path], manifest: Path) -> None:
     """Write the tokenizer, both shards and, last, the manifest that says they are whole."""
     documents = collect_documents()
-    model = train_tokenizer(documents[NUM_VAL_DOCS:])
+    model = train_sentencepiece(documents[NUM_VAL_DOCS:], VOCAB_SIZE)
+    write_file(files["tokenizer"], model)
+    export_dataset(documents, files["tokenizer"], files["val"].parent, Settings(NUM_VAL_DOCS))
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-    token_lists = sp.encode(documents, num_threads=os.cpu_count() or 1)
-    validation_text = "".join(sp.decode(token_lists[:NUM_VAL_DOCS])).encode()
-    contents = {
-        "tokenizer": model,
-        "train": shard(token_lists[NUM_VAL_DOCS:]),
-        "val": shard(token_lists[:NUM_VAL_DOCS]),
-    }
-    for name, data in contents.items():
-        write_file(files[name], data)
+    tokens = np.fromfile(files["val"], dtype="<u2", offset=HEADER_BYTES)
+    validation_text = sp.decode(tokens.tolist()).encode()
     facts = {
         "python": platform.python_version(),
         "documents": len(documents),
         "text_bytes": sum(len(text.encode()) for text in documents),
         "validation_bytes": len(validation_text),
         "lzma_bytes": strongest_lzma(validation_text),
-        "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()},
+        "sha256": {name: sha256(path) for name, path in files.items()},
     }
     write_file(manifest, json.dumps(facts, indent=2).encode())
 
