@@ -48,7 +48,7 @@ def module_docstrings(path: Path) -> list[str]:
 
 
 def collect_documents() -> list[str]:
-    """All documents in a fixed, well mixed order; a docstring that stands twice is taken once.
+    """All documents in a fixed, well mixed order; a text that stands twice is taken once.
 
     Raises FileNotFoundError if this Python comes without its documentation.
     """
@@ -58,17 +58,18 @@ def collect_documents() -> list[str]:
         raise FileNotFoundError(
             "this Python lacks pydoc_data.topics: use a complete Python, as from python.org"
         ) from None
-    documents = {f"topic {name}": text for name, text in topics.items()}
+    sources = [(f"topic {name}", [text]) for name, text in sorted(topics.items())]
     library = Path(sysconfig.get_paths()["stdlib"])
-    seen = set()
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library)
-        if SKIPPED_FOLDERS & set(name.parts):
-            continue
-        texts = [text for text in module_docstrings(path) if text not in seen]
-        seen.update(texts)
-        if texts:
-            documents[f"module {name.as_posix()}"] = "\n\n".join(texts)
+        if not SKIPPED_FOLDERS & set(name.parts):
+            sources.append((f"module {name.as_posix()}", module_docstrings(path)))
+    documents, seen = {}, set()
+    for name, texts in sources:
+        new = [text for text in dict.fromkeys(texts) if text not in seen]
+        seen.update(new)
+        if new:
+            documents[name] = "\n\n".join(new)
     mixed = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [documents[name] for name in mixed]
 
