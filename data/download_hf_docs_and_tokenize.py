@@ -370,6 +370,7 @@ def run(args: argparse.Namespace) -> None:
     batch_size = read_knob("MATCHED_FINEWEB_SP_BATCH_SIZE", Settings.batch_size)
     workers = read_knob("MATCHED_FINEWEB_TOKENIZER_THREADS", os.cpu_count() or 1)
     settings = Settings(args.num_val_docs, args.chunk_tokens, batch_size, workers)
+    (output / "manifest.json").unlink(missing_ok=True)  # of shards that are about to go
     manifest: dict[str, Any] = {"datasets": [], "tokenizers": []}
     for spec in specs:
         model = reused.get(str(spec.get("vocab_size")))

@@ -119,6 +119,11 @@ def test_the_same_documents_give_the_same_files_and_no_old_shard_stays(exported,
     old.mkdir(parents=True)
     for name in ("fineweb_train_000099.bin", "fineweb_train.part"):
         (old / name).write_bytes(b"left by a run that was killed")
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.write_text("of the run that was killed")
+    cut = docs[: len(docs) // 2]
+    failed = run(tmp_path, "--docs", "-", "--num-val-docs", "4", "--skip-byte", stdin=cut)
+    assert failed.returncode == 1 and "line" in failed.stderr and not manifest.exists()
     args = ["--docs", "-", "--num-val-docs", "4", "--chunk-tokens", "20000", "--skip-byte"]
     result = run(tmp_path, *args, stdin=docs, MATCHED_FINEWEB_TOKENIZER_THREADS="1")
     assert result.returncode == 0, result.stderr
