@@ -317,7 +317,10 @@ def make_tokenizer(
     """Put a tokenizer into the output folder and return its entry in the manifest. A reused model
     is copied, another one is trained on the first documents behind the validation split."""
     if spec["kind"] == "bytes":
-        return {"name": "pure_byte_260", "kind": "bytes", "vocab_size": 256 + BYTE_OFFSET}
+        facts = {"kind": "bytes", "vocab_size": 256 + BYTE_OFFSET, "byte_offset": BYTE_OFFSET}
+        path = "tokenizers/fineweb_pure_byte_260.json"
+        write_file(args.output_root / path, json.dumps(facts).encode())
+        return {"name": "pure_byte_260", **facts, "path": path}
     size = spec["vocab_size"]
     name = f"tokenizers/fineweb_{size}_bpe"
     if reused is not None:

@@ -146,7 +146,7 @@ def hub(files) -> Iterator[Hub]:
     server.server_close()
 
 
-def start(hub: Hub, root: Path, *args: str, **more) -> subprocess.Popen:
+def start(hub: Hub, root: Path, *args: str, script: Path = SCRIPT, **more) -> subprocess.Popen:
     """The script with `args`, to fill `root` from the hub."""
     environ = {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
@@ -156,7 +156,8 @@ def start(hub: Hub, root: Path, *args: str, **more) -> subprocess.Popen:
         "MATCHED_FINEWEB_REPO_ID": REPO,
         **more.pop("environ", {}),
     }
-    command = [sys.executable, str(SCRIPT), "--root", str(root), *args]
+    option = "--root" if script == SCRIPT else "--output-root"
+    command = [sys.executable, str(script), option, str(root), *args]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=process_environ(environ, 1), **pipes, **more)
 
@@ -337,6 +338,24 @@ def test_no_repository_no_network_no_packages(hub, tmp_path):
     result = finish(start(hub, root, environ={"PYTHONPATH": str(tmp_path)}))
     assert_fails(result, "pip install -r data/requirements.txt")
     assert present(root) == {}
+
+
+def test_rebuilding_from_the_hubs_documents(hub, tmp_path):
+    """data/download_hf_docs_and_tokenize.py loads the documents and the sidecar, once."""
+    root, specs = tmp_path / "out", tmp_path / "specs.json"
+    specs.write_text('{"tokenizers": [{"kind": "bytes"}]}')
+    hub.files["datasets/docs_selected.jsonl"] = b'{"text": "one"}\n{"text": "two"}\n{"text": "3"}\n'
+    hub.files["datasets/docs_selected.source_manifest.json"] = b'{"docs_val": 2}'
+    script = SCRIPT.with_name("download_hf_docs_and_tokenize.py")
+    for _ in range(2):
+        result = finish(start(hub, root, "--tokenizer-config", str(specs), script=script))
+        assert result.returncode == 0, result.stderr
+    stats = json.loads((root / "manifest.json").read_text())["datasets"][0]["stats"]
+    assert (stats["docs_val"], stats["docs_train"], stats["tokens_val"]) == (2, 1, 8)
+    assert hub.loaded() == ["docs_selected.jsonl", "docs_selected.source_manifest.json"]
+    hub.files.clear()
+    result = finish(start(hub, root, "--tokenizer-config", str(specs), script=script))
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def limit_files() -> None:
