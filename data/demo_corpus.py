@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 from download_hf_docs_and_tokenize import Settings, export_dataset, train_sentencepiece
-from shards import HEADER_BYTES, write_file
+from shards import HEADER_BYTES, locked, write_file
 
 HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 1024
@@ -129,11 +129,12 @@ def main() -> None:
         "val": args.dataset / "fineweb_val_000000.bin",
     }
     manifest = args.dataset / "demo_corpus.json"
-    if not is_whole(files, manifest):
-        try:
-            build(files, manifest)
-        except OSError as error:  # FileNotFoundError is one, too
-            sys.exit(f"cannot build the demo corpus: {error}")
+    try:
+        with locked(args.dataset):
+            if not is_whole(files, manifest):
+                build(files, manifest)
+    except OSError as error:  # FileNotFoundError is one, too
+        sys.exit(f"cannot build the demo corpus: {error}")
     facts = json.loads(manifest.read_text())
     print(
         f"demo_corpus:documents:{facts['documents']} bytes:{facts['text_bytes']} "

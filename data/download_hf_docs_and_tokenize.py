@@ -15,6 +15,7 @@ rest as train shards; DIR/manifest.json, written last, lists it all.
 
 import argparse
 import collections
+import contextlib
 import functools
 import io
 import itertools
@@ -22,6 +23,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -32,12 +34,13 @@ from typing import Any
 import numpy as np
 import sentencepiece
 from cached_challenge_fineweb import DOCS, DownloadError, File, Hub, fetch_all
-from shards import header, write_file
+from shards import header, locked, write_file
 
 HERE = Path(__file__).resolve().parent
 BOS = 1  # pad, bos, eos, unk = 0, 1, 2, 3 in every tokenizer
 BYTE_OFFSET = 4  # byte b is token b + 4 of the byte tokenizer
 DEFAULT_NUM_VAL_DOCS = 50_000
+PIPED_DOCS = "docs_piped.jsonl"  # what came through a pipe
 
 # ---- Recipe --------------------------------------------------------------------------------------
 
@@ -208,7 +211,8 @@ def encoded_batches(
         return
     # Forked workers are there at once; elsewhere than on Linux forking is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    with ProcessPoolExecutor(workers, mp_context=context, **ignore) as pool:
         waiting: collections.deque = collections.deque()
         for split, texts in batches:
             future = pool.submit(encode_documents, model_path, texts)
@@ -248,13 +252,18 @@ def export_dataset(
     writers = {split: ShardWriter(folder, f"fineweb_{split}", chunk) for split in ("val", "train")}
     documents = {"val": 0, "train": 0}
     batches = split_batches(texts, settings.num_val_docs, settings.batch_size)
-    for split, count, tokens in encoded_batches(batches, model_path, settings.workers):
-        writers[split].add(tokens)
-        documents[split] += count
-        report(count, len(tokens) // 2)
+    try:
+        for split, count, tokens in encoded_batches(batches, model_path, settings.workers):
+            writers[split].add(tokens)
+            documents[split] += count
+            report(count, len(tokens) // 2)
+        for writer in writers.values():
+            writer.close()
+    finally:
+        for part in folder.glob("fineweb_*.part"):
+            part.unlink()
     stats = {}
     for split, writer in writers.items():
-        writer.close()
         stats[f"files_{split}"] = writer.num_files
         stats[f"tokens_{split}"] = writer.num_tokens
         stats[f"docs_{split}"] = documents[split]
@@ -273,10 +282,10 @@ def read_documents(path: Path, progress: Callable[[int], Any] = lambda size: Non
                 text = json.loads(line)["text"]
                 if not isinstance(text, str):
                     raise TypeError
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(f'{path}: line {number} must be {{"text": "..."}}') from None
             progress(len(line))
-            yield text
+            yield text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates are no text
 
 
 def read_specs(path: Path, skip_byte: bool) -> list[dict[str, Any]]:
@@ -306,9 +315,15 @@ def documents_from_hub(repo_id: str, remote_root: str, output_root: Path) -> Pat
 def default_num_val_docs(docs: Path) -> int:
     """docs_val of the sidecar beside the documents, else the challenge's 50,000."""
     sidecar = docs.with_name("docs_selected.source_manifest.json")
-    if not sidecar.exists():
+    if not sidecar.exists() or docs.name == PIPED_DOCS:
         return DEFAULT_NUM_VAL_DOCS
-    return int(json.loads(sidecar.read_text()).get("docs_val", DEFAULT_NUM_VAL_DOCS))
+    try:
+        number = json.loads(sidecar.read_text()).get("docs_val", DEFAULT_NUM_VAL_DOCS)
+    except (ValueError, AttributeError):
+        number = None
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{sidecar}: docs_val must be a number above 0: set --num-val-docs")
+    return number
 
 
 def make_tokenizer(
@@ -333,9 +348,12 @@ def make_tokenizer(
         except RuntimeError as error:
             raise ValueError(
                 f"{docs}: no tokenizer of {size} pieces from what follows the first {first} "
-                f"documents ({str(error).strip()}): set --num-val-docs below that"
+                f"documents ({str(error).strip()}): check --num-val-docs and vocab_size"
             ) from None
-    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    try:
+        sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError:
+        raise ValueError(f"--reuse-sp-model {size}={reused} is no SentencePiece model") from None
     if sp.vocab_size() != size:
         raise ValueError(f"{reused} has {sp.vocab_size()} pieces, not the {size} that it is for")
     vocab = "".join(f"{sp.id_to_piece(i)}\t{sp.get_score(i):g}\n" for i in range(size))
@@ -357,12 +375,16 @@ def run(args: argparse.Namespace) -> None:
     tqdm.monitor_interval = 0  # no thread: workers are forked
     specs = read_specs(args.tokenizer_config, args.skip_byte)
     reused = dict(args.reuse_sp_model)
+    for size in set(reused).difference(str(spec.get("vocab_size")) for spec in specs):
+        raise ValueError(f"--reuse-sp-model {size}=...: {args.tokenizer_config} has no such size")
     output = args.output_root
     output.mkdir(parents=True, exist_ok=True)
-    if args.docs == "-":
-        docs = output / "docs_selected.jsonl"
-        with open(docs, "wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
+    if args.docs == "-" or (args.docs and Path(args.docs).is_fifo()):
+        docs = output / PIPED_DOCS  # it is read several times
+        with contextlib.ExitStack() as stack:
+            dash = args.docs == "-"
+            pipe = sys.stdin.buffer if dash else stack.enter_context(open(args.docs, "rb"))
+            shutil.copyfileobj(pipe, stack.enter_context(open(docs, "wb")))
     else:
         hub = args.docs is None
         docs = (
@@ -414,15 +436,9 @@ def vocab_and_model(text: str) -> tuple[str, str]:
     return vocab, model
 
 
-def whole_number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number")
-    return int(text)
-
-
 def above_zero(text: str) -> int:
-    if whole_number(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
     return int(text)
 
 
@@ -448,7 +464,7 @@ def main() -> None:
     parser.add_argument("--remote-root", default=folder)
     parser.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")
     parser.add_argument(
-        "--num-val-docs", type=whole_number, help="docs_val of the sidecar, else 50000"
+        "--num-val-docs", type=above_zero, help="docs_val of the sidecar, else 50000"
     )
     parser.add_argument("--chunk-tokens", type=above_zero, default=Settings.chunk_tokens)
     parser.add_argument("--tokenizer-train-docs", type=above_zero, default=100_000)
@@ -463,7 +479,12 @@ def main() -> None:
         help=reuse,
     )
     try:
-        run(parser.parse_args())
+        args = parser.parse_args()
+        with locked(args.output_root):
+            run(args)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again", file=sys.stderr)
+        sys.exit(130)
     except ImportError as error:
         sys.exit(f"{error}: pip install -r data/requirements.txt")
     except (DownloadError, OSError, ValueError, RuntimeError) as error:

@@ -1,7 +1,10 @@
 """The shard format: 256 little-endian int32 header words (magic, version, token count, zeros), then
 as many little-endian uint16 tokens, and nothing else. Used by everything in this folder."""
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +42,24 @@ def write_file(path: Path, *parts: bytes) -> None:
     """Write the parts beside, flush to the disk, rename: path is never half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with open(beside, "wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder and have it alone: another process that wants the same waits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

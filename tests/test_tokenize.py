@@ -1,8 +1,10 @@
 """From documents to tokenizers, shards and manifest: data/download_hf_docs_and_tokenize.py."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -164,7 +166,7 @@ def test_a_bad_line_names_its_number(tmp_path, line):
     "args, words",
     [
         (["--docs", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--docs", "docs.jsonl", "--num-val-docs", "1000"], "set --num-val-docs below that"),
+        (["--docs", "docs.jsonl", "--num-val-docs", "1000"], "check --num-val-docs"),
         (["--docs", "docs.jsonl", "--tokenizer-config", "docs.jsonl"], "docs.jsonl"),
         (["--docs", "docs.jsonl", "--reuse-sp-model", "384"], "VOCAB=MODEL"),
     ],
@@ -220,3 +222,41 @@ def test_the_byte_encoder():
 def test_all_documents_may_be_validation(tmp_path, tokenizer):
     stats = export_dataset(TEXTS[:3], tokenizer, tmp_path, Settings(num_val_docs=5))
     assert (stats["docs_val"], stats["files_train"]) == (3, 0)
+
+
+def test_a_lone_surrogate_is_replaced(tmp_path):
+    path = tmp_path / "docs.jsonl"
+    path.write_text('{"text": "a \\ud800 b"}\n')
+    assert list(read_documents(path)) == ["a ? b"]
+
+
+def test_a_named_pipe_and_a_failure_that_leaves_nothing_half_done(tmp_path, tokenizer):
+    """A pipe is kept in a file of its own; a bad last line leaves no part of a shard."""
+    (tmp_path / "out").mkdir()
+    docs = write_documents(tmp_path / "out" / "docs_selected.jsonl").read_text()
+    os.mkfifo(tmp_path / "pipe")
+    writer = subprocess.Popen(["tee", tmp_path / "pipe"], stdin=-1, stdout=-3, text=True)
+    threading.Thread(target=writer.communicate, args=(docs + "{\n",), daemon=True).start()
+    args = ["--docs", "pipe", "--num-val-docs", "4", "--skip-byte"]
+    result = run(tmp_path, *args, "--reuse-sp-model", f"384={tokenizer}")
+    assert result.returncode == 1 and "docs_piped.jsonl: line 41 must be" in result.stderr
+    assert (tmp_path / "out" / "docs_selected.jsonl").read_text() == docs
+    assert not list((tmp_path / "out").rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "args, sidecar, words",
+    [
+        (["--num-val-docs", "0"], "{}", "above 0"),
+        ([], '{"docs_val": null}', "docs_val must be a number above 0"),
+        ([], "[1]", "docs_selected.source_manifest.json"),
+        (["--reuse-sp-model", "512=x.model"], '{"docs_val": 1}', "has no such size"),
+        (["--reuse-sp-model", "384=docs.jsonl"], '{"docs_val": 1}', "no SentencePiece model"),
+    ],
+)
+def test_more_errors_of_one_line(tmp_path, args, sidecar, words):
+    write_documents(tmp_path / "docs.jsonl", TEXTS[:3])
+    (tmp_path / "docs_selected.source_manifest.json").write_text(sidecar)
+    result = run(tmp_path, "--docs", "docs.jsonl", *args)
+    assert result.returncode != 0 and words in result.stderr.splitlines()[-1], result.stderr
+    assert "Traceback" not in result.stderr
