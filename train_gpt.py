@@ -382,11 +382,11 @@ def open_runtime(hp: Hyperparameters, environ: Mapping[str, str]) -> Iterator[Ru
 def leave_after_error(error: Exception, environ: Mapping[str, str]) -> NoReturn:
     """Report an error and leave with exit code 1, without waiting for a rank that may not come.
     A user's error is its message alone, from rank 0; anything else is a traceback from its rank."""
-    shared = getattr(error, "shared", False)
+    shared, is_rank_0 = getattr(error, "shared", False), environ.get("RANK", "0") == "0"
     if not isinstance(error, InputError | FileNotFoundError):
         traceback.print_exception(error)
-    elif environ.get("RANK", "0") == "0" or not shared:
-        if environ.get("RANK", "0") != "0":
+    elif is_rank_0 or not shared:
+        if not is_rank_0:
             time.sleep(10)  # torchrun ends all ranks when one leaves: rank 0's word comes first
         kind = "ValueError" if isinstance(error, InputError) else "FileNotFoundError"
         print(f"{kind}: {error}", file=sys.stderr)

@@ -128,6 +128,14 @@ class Hub:
         )
 
 
+def default_hub() -> Hub:
+    """The challenge's repository, or the one that the environment names."""
+    return Hub(
+        os.environ.get("MATCHED_FINEWEB_REPO_ID", "willdepueoai/parameter-golf"),
+        os.environ.get("MATCHED_FINEWEB_REMOTE_ROOT_PREFIX", "datasets").strip("/"),
+    )
+
+
 @dataclass(frozen=True)
 class File:
     """A file of the download: its path on the hub and here, relative to the two roots."""
@@ -293,10 +301,7 @@ def download(args: argparse.Namespace) -> str:
         raise DownloadError(f"another download into {args.root} is running: wait for it") from None
     except OSError:
         pass  # a file system without locks
-    hub = Hub(
-        os.environ.get("MATCHED_FINEWEB_REPO_ID", "willdepueoai/parameter-golf"),
-        os.environ.get("MATCHED_FINEWEB_REMOTE_ROOT_PREFIX", "datasets").strip("/"),
-    )
+    hub = default_hub()
     manifest = read_manifest(hub, args.root, args.skip_manifest)
     paths = list_files(manifest, args.variant, args.train_shards)
     files = [File(path, args.root) for path in [*paths, *(DOCS if args.with_docs else ())]]

@@ -15,7 +15,6 @@ rest as train shards; DIR/manifest.json, written last, lists it all.
 
 import argparse
 import collections
-import contextlib
 import functools
 import io
 import itertools
@@ -33,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
-from cached_challenge_fineweb import DOCS, DownloadError, File, Hub, fetch_all
+from cached_challenge_fineweb import DOCS, DownloadError, File, Hub, default_hub, fetch_all
 from shards import header, locked, write_file
 
 HERE = Path(__file__).resolve().parent
@@ -312,6 +311,19 @@ def documents_from_hub(repo_id: str, remote_root: str, output_root: Path) -> Pat
     return output_root / DOCS[0]
 
 
+def find_documents(args: argparse.Namespace) -> Path:
+    """The file of --docs, or the hub's. What comes through a pipe is kept, to be read again."""
+    if args.docs is None:
+        return documents_from_hub(args.repo_id, args.remote_root, args.output_root)
+    if args.docs != "-" and not Path(args.docs).is_fifo():
+        return Path(args.docs)
+    docs = args.output_root / PIPED_DOCS
+    with open(sys.stdin.fileno() if args.docs == "-" else args.docs, "rb") as pipe:
+        with open(docs, "wb") as file:
+            shutil.copyfileobj(pipe, file)
+    return docs
+
+
 def default_num_val_docs(docs: Path) -> int:
     """docs_val of the sidecar beside the documents, else the challenge's 50,000."""
     sidecar = docs.with_name("docs_selected.source_manifest.json")
@@ -378,18 +390,7 @@ def run(args: argparse.Namespace) -> None:
     for size in set(reused).difference(str(spec.get("vocab_size")) for spec in specs):
         raise ValueError(f"--reuse-sp-model {size}=...: {args.tokenizer_config} has no such size")
     output = args.output_root
-    output.mkdir(parents=True, exist_ok=True)
-    if args.docs == "-" or (args.docs and Path(args.docs).is_fifo()):
-        docs = output / PIPED_DOCS  # it is read several times
-        with contextlib.ExitStack() as stack:
-            dash = args.docs == "-"
-            pipe = sys.stdin.buffer if dash else stack.enter_context(open(args.docs, "rb"))
-            shutil.copyfileobj(pipe, stack.enter_context(open(docs, "wb")))
-    else:
-        hub = args.docs is None
-        docs = (
-            documents_from_hub(args.repo_id, args.remote_root, output) if hub else Path(args.docs)
-        )
+    docs = find_documents(args)
     if args.num_val_docs is None:
         args.num_val_docs = default_num_val_docs(docs)
     batch_size = read_knob("MATCHED_FINEWEB_SP_BATCH_SIZE", Settings.batch_size)
@@ -458,10 +459,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output-root", type=Path, required=True)
     parser.add_argument("--docs", help="a file of JSON lines, or -; the hub's if left out")
-    hub = os.environ.get("MATCHED_FINEWEB_REPO_ID", "willdepueoai/parameter-golf")
-    parser.add_argument("--repo-id", default=hub)
-    folder = os.environ.get("MATCHED_FINEWEB_REMOTE_ROOT_PREFIX", "datasets")
-    parser.add_argument("--remote-root", default=folder)
+    parser.add_argument("--repo-id", default=default_hub().repo_id)
+    parser.add_argument("--remote-root", default=default_hub().folder)
     parser.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")
     parser.add_argument(
         "--num-val-docs", type=above_zero, help="docs_val of the sidecar, else 50000"

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import ROOT, run_script
+from rank_worker import GradientKeeper
 
 from train_gpt import (
     GPT,
@@ -62,30 +63,15 @@ def alone(hp):
     return gpt.state_dict(), losses
 
 
-class Gradients:
-    """Stands among the optimizers and keeps the gradients that they get."""
-
-    param_groups: list = []
-
-    def __init__(self, gpt):
-        self.gpt = gpt
-
-    def step(self):
-        self.last = [p.grad.clone() for p in self.gpt.parameters()]
-
-    def zero_grad(self, set_to_none):
-        self.gpt.zero_grad(set_to_none=set_to_none)
-
-
 @pytest.mark.parametrize("limit, norm", [(0.0, 0.65), (0.01, 0.01), (100.0, 0.65)])
 def test_the_global_norm_is_clipped_after_accumulation(hp, limit, norm):
     """The norm of this model's first gradient is 0.65; 0 means off."""
     seed_everything(hp.seed)
     gpt = GPT(hp, torch.float32)
-    keeper = Gradients(gpt)
+    keeper = GradientKeeper(gpt)
     loader = DistributedTokenLoader(hp.train_files, 0, 1, "cpu")
     train_step(gpt, loader, [keeper], dataclasses.replace(hp, grad_clip_norm=limit), ALONE)
-    found = torch.cat([g.flatten() for g in keeper.last]).norm().item()
+    found = torch.cat([g.flatten() for g in keeper.steps[0].values()]).norm().item()
     assert found == pytest.approx(norm, rel=0.01)
 
 
