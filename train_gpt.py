@@ -31,6 +31,7 @@ import copy
 import glob
 import hashlib
 import io
+import json
 import math
 import os
 import random
@@ -55,10 +56,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-# One optimizer step is always these eight equal parts of its batch, shared out among the
-# processes: that is why 1, 2, 4 and 8 GPUs take the same step.
-BATCH_SLOTS = 8
 
 
 class InputError(ValueError):
@@ -126,6 +123,9 @@ class Hyperparameters:
     warmdown_iters: int = 1200  # steps in which the learning rate falls to zero; 0: it never falls
     warmup_steps: int = 20  # steps that prime compilation and are undone
     train_batch_tokens: int = 524_288  # tokens in an optimizer step
+    # An optimizer step is always this many equal parts of its batch, shared out among the
+    # processes: that is why 1, 2, 4 and 8 of them take the same step.
+    batch_slots: int = 8
     train_seq_len: int = 1024  # T, tokens
     max_wallclock_seconds: float = 600.0  # of training time; 0: no cap
     # model
@@ -192,9 +192,9 @@ class Hyperparameters:
     def validate(self, problems: Iterable[str] = ()) -> None:
         """Raise InputError with a line for each of `problems` and each knob out of range."""
         above_zero = {
-            "val_batch_size", "train_batch_tokens", "train_seq_len", "vocab_size", "num_layers",
-            "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base", "logit_softcap",
-            "muon_backend_steps", "adam_eps",
+            "val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
+            "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
+            "logit_softcap", "muon_backend_steps", "adam_eps",
         }
         below_one = {"muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2"}
         rules = [  # knob, whether it is right, what it must be
@@ -226,8 +226,8 @@ class Hyperparameters:
 
     def misfits(self) -> list[str]:
         """What does not fit together though each knob alone is right, a line each."""
-        least = BATCH_SLOTS * self.train_seq_len
-        least_is = f"{least}, {BATCH_SLOTS} slots times TRAIN_SEQ_LEN={self.train_seq_len}"
+        slots, T = self.batch_slots, self.train_seq_len
+        least_is = f"{slots * T}, BATCH_SLOTS={slots} times TRAIN_SEQ_LEN={T}"
         dim, heads, kv_heads = self.model_dim, self.num_heads, self.num_kv_heads
         rules = [
             (dim % heads == 0, f"MODEL_DIM={dim} must be a multiple of NUM_HEADS={heads}"),
@@ -235,9 +235,9 @@ class Hyperparameters:
              f"MODEL_DIM={dim} / NUM_HEADS={heads} must be even: rotary turns pairs"),
             (heads % kv_heads == 0,
              f"NUM_HEADS={heads} must be a multiple of NUM_KV_HEADS={kv_heads}"),
-            (self.train_batch_tokens % least == 0,
+            (self.train_batch_tokens % (slots * T) == 0,
              f"TRAIN_BATCH_TOKENS={self.train_batch_tokens} must be a multiple of {least_is}"),
-            (self.val_batch_size >= least,
+            (self.val_batch_size >= slots * T,
              f"VAL_BATCH_SIZE={self.val_batch_size} must be at least {least_is}"),
         ]
         return [problem for right, problem in rules if not right]
@@ -255,11 +255,6 @@ class Runtime:
     distributed: bool  # there is a process group
     device: torch.device
     dtype: torch.dtype  # of activations and of Muon's updates
-
-    @property
-    def grad_accum_steps(self) -> int:
-        """A: this process's micro-steps in one optimizer step."""
-        return BATCH_SLOTS // self.world_size
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was given."""
@@ -315,15 +310,16 @@ class Runtime:
         return result
 
 
-def read_topology(environ: Mapping[str, str]) -> tuple[int, int, int, bool]:
+def read_topology(environ: Mapping[str, str], slots: int) -> tuple[int, int, int, bool]:
     """(rank, world size, local rank, distributed) as torchrun sets them. Raises InputError."""
     rank, world_size, local_rank = (
         parse_knob(name, environ.get(name, default), int)
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
     )
-    if world_size < 1 or BATCH_SLOTS % world_size:
-        raise InputError(f"WORLD_SIZE={world_size} must divide the {BATCH_SLOTS} slots of a batch: "
-                         "launch 1, 2, 4 or 8 processes")
+    if world_size < 1 or slots % world_size:
+        fitting = ", ".join(str(n) for n in range(1, slots + 1) if slots % n == 0)
+        raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={slots}: launch "
+                         f"{fitting} processes, or set BATCH_SLOTS to a multiple of WORLD_SIZE")
     if not ("RANK" in environ and "WORLD_SIZE" in environ):
         return 0, 1, 0, False
     if not 0 <= rank < world_size:
@@ -358,14 +354,27 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def share_threads(environ: Mapping[str, str]) -> None:
+    """Give each process of a CPU its share of the cores, unless OMP_NUM_THREADS is set. (torchrun
+    sets it to 1 when it is not, so that 1 counts as unset.)"""
+    processes = parse_knob("LOCAL_WORLD_SIZE", environ.get("LOCAL_WORLD_SIZE", "1"), int)
+    if processes > 1 and environ.get("OMP_NUM_THREADS", "1") == "1":
+        has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        torch.set_num_threads(max(cores // processes, 1))
+
+
 @contextlib.contextmanager
 def open_runtime(hp: Hyperparameters, environ: Mapping[str, str]) -> Iterator[Runtime]:
     """Open the device and, under torchrun, the process group; on success all ranks close it
     together. Raises InputError when the topology or the device is impossible."""
-    rank, world_size, local_rank, distributed = read_topology(environ)
+    rank, world_size, local_rank, distributed = read_topology(environ, hp.batch_slots)
     device = choose_device(hp.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        share_threads(environ)
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has other names for what 2.11 has
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     if distributed:
@@ -383,20 +392,32 @@ def leave_after_error(error: Exception, environ: Mapping[str, str]) -> NoReturn:
     """Report an error and leave with exit code 1, without waiting for a rank that may not come.
     A user's error is its message alone, from rank 0; anything else is a traceback from its rank."""
     shared, is_rank_0 = getattr(error, "shared", False), environ.get("RANK", "0") == "0"
-    if not isinstance(error, InputError | FileNotFoundError):
-        traceback.print_exception(error)
-    elif is_rank_0 or not shared:
-        if not is_rank_0:
-            time.sleep(10)  # torchrun ends all ranks when one leaves: rank 0's word comes first
+    text = "".join(traceback.format_exception(error)).rstrip()
+    # What a rank without a peer says is an echo of the peer's error.
+    waits = isinstance(error, dist.DistError) or "gloo" in str(error)
+    if isinstance(error, InputError | FileNotFoundError):
         kind = "ValueError" if isinstance(error, InputError) else "FileNotFoundError"
-        print(f"{kind}: {error}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        text, waits = f"{kind}: {error}", not is_rank_0
+    if is_rank_0 or not shared:
+        if waits:
+            time.sleep(10)  # torchrun ends all ranks when one leaves: the cause comes first
+        print(text, file=sys.stderr)
+        if file := environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it as its last words
+            report = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(file).write_text(json.dumps({"message": report}))
     if shared:
         dist.barrier()
-    if dist.is_initialized():
-        os._exit(1)  # the interpreter's own exit may hang, or abort, in gloo's threads
-    sys.exit(1)
+    leave(1)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process. As one of several ranks not through the interpreter's own exit, which may
+    hang, or abort, in gloo's threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "RANK" in os.environ:
+        os._exit(code)
+    sys.exit(code)
 
 
 def seed_everything(seed: int) -> None:
@@ -1019,7 +1040,7 @@ def evaluate(model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Run
     num_windows = (len(tokens) - 1) // T
     first = num_windows * runtime.rank // runtime.world_size
     last = num_windows * (runtime.rank + 1) // runtime.world_size
-    batch = hp.val_batch_size // BATCH_SLOTS // T  # windows in a forward pass
+    batch = hp.val_batch_size // hp.batch_slots // T  # windows in a forward pass
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     for begin in range(first, last, batch):
         end = min(begin + batch, last)
@@ -1248,7 +1269,7 @@ def train_step(model: nn.Module, loader: DistributedTokenLoader,
                optimizers: list[torch.optim.Optimizer], hp: Hyperparameters,
                runtime: Runtime) -> Tensor:
     """One optimizer step of A micro-steps. Returns the mean loss of this rank's tokens."""
-    A = runtime.grad_accum_steps
+    A = hp.batch_slots // runtime.world_size  # grad_accum_steps
     total = torch.zeros((), device=runtime.device)
     for micro_step in range(A):
         if runtime.distributed:  # gradients travel once, with the last micro-step
@@ -1315,17 +1336,21 @@ def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], validation:
             log(f"step:{done}/{hp.iterations} train_loss:{loss:.4f} {stopwatch.report(done)}")
 
 
-def check_replicas(model: nn.Module, runtime: Runtime, log: Log) -> None:
-    """Compare the weights of all ranks bit by bit. Raises RuntimeError if any differ."""
+def check_replicas(model: nn.Module, optimizers: list[torch.optim.Optimizer], runtime: Runtime,
+                   log: Log) -> None:
+    """Compare, bit by bit, the weights of all ranks and how often Adam has changed each. Raises
+    RuntimeError if any differ."""
     if not runtime.distributed:
         return
-    digest = hashlib.sha256()
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    steps = [int(state["step"]) for state in states if "step" in state]
+    digest = hashlib.sha256(str(steps).encode())
     for tensor in model.state_dict().values():
         digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
     digests = runtime.gather(digest.hexdigest())
     strays = [rank for rank, value in enumerate(digests) if value != digests[0]]
     if strays:
-        raise RuntimeError(f"the weights of ranks {strays} differ from rank 0's")
+        raise RuntimeError(f"the weights or step counts of ranks {strays} differ from rank 0's")
     log("replicas:identical")
 
 
@@ -1370,7 +1395,7 @@ def log_run(hp: Hyperparameters, runtime: Runtime, loader: DistributedTokenLoade
     log(f"val_loader:shards pattern={os.path.join(hp.data_path, 'fineweb_val_*.bin')} "
         f"tokens:{len(validation.tokens) - 1}")
     log(f"model_params:{sum(p.numel() for p in gpt.parameters())}")
-    log(f"world_size:{runtime.world_size} grad_accum_steps:{runtime.grad_accum_steps}")
+    log(f"world_size:{runtime.world_size} grad_accum_steps:{hp.batch_slots // runtime.world_size}")
     log(f"sdp_backends:{' '.join(backends)}")
     log(f"attention_mode:gqa num_heads:{hp.num_heads} num_kv_heads:{hp.num_kv_heads}")
     log(f"tie_embeddings:{tied} embed_lr:{hp.tied_embed_lr if tied else hp.embed_lr} "
@@ -1413,7 +1438,7 @@ def run(hp: Hyperparameters, runtime: Runtime) -> None:
     warm_up(model, optimizers, hp, runtime, log)
     train(model, optimizers, validation, hp, runtime, log)
     log_peak_memory(runtime, log)
-    check_replicas(gpt, runtime, log)
+    check_replicas(gpt, optimizers, runtime, log)
 
     artifact = export(gpt, hp, runtime, log)
     gpt.load_state_dict(read_artifact(artifact))
@@ -1432,3 +1457,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -1,7 +1,8 @@
 """What one rank of test_accumulation.py does, under torchrun: some optimizer steps of the trainer's
-own functions. It leaves the first step's gradients, the final weights, every step's loss and the
-number of gradient all-reduces in FOLDER/W_rank.pt."""
+own functions. It leaves the first step's gradients, the final weights, every step's loss, the
+number of gradient all-reduces and validation losses in FOLDER/W_rank.pt."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -32,6 +33,15 @@ def counting_hook(counter, bucket):
     return allreduce_hook(None, bucket)
 
 
+def validation_losses(model, hp, runtime) -> list[float]:
+    """Of two batch sizes and of two splits: with the second most ranks have no sequence."""
+    validation = train_gpt.Validation.load(hp, train_gpt.load_tokenizer(hp))
+    least = dataclasses.replace(hp, val_batch_size=hp.batch_slots * hp.train_seq_len)
+    short = validation.tokens[: hp.train_seq_len + 1]
+    cases = [(validation.tokens, hp), (validation.tokens, least), (short, hp)]
+    return [train_gpt.evaluate(model, tokens, knobs, runtime) for tokens, knobs in cases]
+
+
 def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     hp = train_gpt.Hyperparameters.from_env(os.environ)
@@ -44,6 +54,7 @@ def main() -> None:
         keeper = GradientKeeper(gpt)
         optimizers = [keeper, *train_gpt.build_optimizers(gpt, hp, runtime.dtype)]
         loader = train_gpt.build_loader(hp, runtime)
+        validation = validation_losses(model, hp, runtime)
         losses = []
         for _ in range(num_steps):
             rank_loss = train_gpt.train_step(model, loader, optimizers, hp, runtime)
@@ -55,9 +66,11 @@ def main() -> None:
             "losses": losses,
             "all_reduces": counter[0],
             "momenta": momenta[-1],
+            "validation": validation,
         }
         torch.save(result, folder / f"{runtime.world_size}_{runtime.rank}.pt")
 
 
 if __name__ == "__main__":
     main()
+    train_gpt.leave(0)

@@ -12,7 +12,10 @@ from train_gpt import (
     DistributedTokenLoader,
     Hyperparameters,
     Runtime,
+    Validation,
     build_optimizers,
+    evaluate,
+    load_tokenizer,
     seed_everything,
     train_step,
 )
@@ -82,6 +85,36 @@ def test_accumulated_gradients_are_those_of_one_batch(ranks, one_batch):
         for name, expected in gradients.items():
             error = (rank["gradients"][name] - expected).norm()
             assert error <= 1e-5 * expected.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("slots", [1, 2, 16])
+def test_slots_change_memory_not_the_gradient(hp, slots):
+    """But for the token between two slots, which each boundary takes out of the stream."""
+    hp = dataclasses.replace(hp, batch_slots=slots)
+    loader = DistributedTokenLoader(hp.train_files, 0, 1, "cpu")
+    parts = [
+        loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, slots) for _ in range(slots)
+    ]
+    assert loader.stream.position == hp.train_batch_tokens + slots
+    seed_everything(hp.seed)
+    gpt = GPT(hp, torch.float32)
+    gpt(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+    expected = {name: p.grad.clone() for name, p in gpt.named_parameters()}
+    gpt.zero_grad()
+    keeper = GradientKeeper(gpt)
+    train_step(gpt, DistributedTokenLoader(hp.train_files, 0, 1, "cpu"), [keeper], hp, ALONE)
+    for name, gradient in keeper.steps[0].items():
+        error = (gradient - expected[name]).norm()
+        assert error <= 1e-5 * expected[name].norm() + 1e-9, name
+
+
+def test_validation_is_the_same_for_every_world_and_batch(ranks, hp):
+    seed_everything(hp.seed)
+    gpt = GPT(hp, torch.float32)
+    tokens = Validation.load(hp, load_tokenizer(hp)).tokens
+    whole, short = (evaluate(gpt, part, hp, ALONE) for part in (tokens, tokens[:33]))
+    for rank in ranks:
+        assert rank["validation"] == pytest.approx([whole, whole, short], abs=1e-6)
 
 
 def test_gradients_travel_once_a_step(ranks):

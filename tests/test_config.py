@@ -1,10 +1,12 @@
 """Hyperparameters: defaults, conversion, presets, and every problem named at once."""
 
 import dataclasses
+import os
 
 import pytest
+import torch
 
-from train_gpt import BATCH_SLOTS, PRESETS, Hyperparameters, InputError, read_topology
+from train_gpt import PRESETS, Hyperparameters, InputError, read_topology, share_threads
 
 PATTERNS = (
     "attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
@@ -23,6 +25,7 @@ CONTRACT = {
     "WARMDOWN_ITERS": 1200,
     "WARMUP_STEPS": 20,
     "TRAIN_BATCH_TOKENS": 524288,
+    "BATCH_SLOTS": 8,
     "TRAIN_SEQ_LEN": 1024,
     "MAX_WALLCLOCK_SECONDS": 600.0,
     "VOCAB_SIZE": 1024,
@@ -73,7 +76,6 @@ def test_defaults_are_the_contracts():
         name: type(value) for name, value in CONTRACT.items()
     }
     assert len(run_id) == 36 and run_id != Hyperparameters().run_id
-    assert BATCH_SLOTS == 8
 
 
 def test_every_type_is_converted():
@@ -126,6 +128,11 @@ def test_one_bad_value_is_one_line_with_its_variable_and_value(name, text):
             ["TRAIN_BATCH_TOKENS=524289", "TRAIN_SEQ_LEN=1024", "8"],
         ),
         (dict(TRAIN_BATCH_TOKENS="4096"), ["TRAIN_BATCH_TOKENS=4096", "8192"]),
+        (
+            dict(BATCH_SLOTS="64", TRAIN_BATCH_TOKENS="32768"),
+            ["TRAIN_BATCH_TOKENS=32768", "65536, BATCH_SLOTS=64 times TRAIN_SEQ_LEN=1024"],
+        ),
+        (dict(BATCH_SLOTS="0"), ["BATCH_SLOTS=0 must be above 0"]),
         (dict(VAL_BATCH_SIZE="8191"), ["VAL_BATCH_SIZE=8191", "8192", "TRAIN_SEQ_LEN=1024"]),
     ],
 )
@@ -154,19 +161,41 @@ def test_the_environment_wins_over_the_preset():
 
 
 def test_topology():
-    assert read_topology({}) == (0, 1, 0, False)
-    assert read_topology({"WORLD_SIZE": "2"}) == (0, 1, 0, False)  # torchrun sets both
+    assert read_topology({}, 8) == (0, 1, 0, False)
+    assert read_topology({"WORLD_SIZE": "2"}, 8) == (0, 1, 0, False)  # torchrun sets both
     environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-    assert read_topology(environ) == (3, 4, 1, True)
+    assert read_topology(environ, 8) == read_topology(environ, 4) == (3, 4, 1, True)
+    assert read_topology({**environ, "WORLD_SIZE": "16"}, 64) == (3, 16, 1, True)
 
 
 @pytest.mark.parametrize("world_size", ["0", "-1", "3", "16", "two", ""])
-def test_a_world_size_that_does_not_divide_eight(world_size):
+def test_a_world_size_that_does_not_divide_the_slots(world_size):
     for environ in ({"WORLD_SIZE": world_size, "RANK": "0"}, {"WORLD_SIZE": world_size}):
         with pytest.raises(ValueError, match="WORLD_SIZE='?" + world_size):
-            read_topology(environ)
+            read_topology(environ, 8)
 
 
 def test_a_rank_outside_the_world():
     with pytest.raises(ValueError, match="RANK=4"):
-        read_topology({"RANK": "4", "WORLD_SIZE": "4"})
+        read_topology({"RANK": "4", "WORLD_SIZE": "4"}, 8)
+
+
+def test_a_world_size_error_names_the_ways_out():
+    with pytest.raises(ValueError, match="BATCH_SLOTS=6: launch 1, 2, 3, 6 processes, or set"):
+        read_topology({"RANK": "0", "WORLD_SIZE": "4"}, 6)
+
+
+@pytest.mark.parametrize(
+    "processes, omp, shared",
+    [("1", None, False), ("2", None, True), ("2", "1", True), ("2", "3", False), ("99", "1", True)],
+)
+def test_processes_of_one_cpu_share_its_cores(processes, omp, shared):
+    """torchrun itself sets OMP_NUM_THREADS=1 where it is not set."""
+    before, environ = torch.get_num_threads(), {"LOCAL_WORLD_SIZE": processes}
+    try:
+        torch.set_num_threads(5)
+        share_threads(environ if omp is None else {**environ, "OMP_NUM_THREADS": omp})
+        share = max(len(os.sched_getaffinity(0)) // int(processes), 1)
+        assert torch.get_num_threads() == (share if shared else 5)
+    finally:
+        torch.set_num_threads(before)

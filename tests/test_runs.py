@@ -326,24 +326,35 @@ def test_what_only_one_rank_lacks_is_an_error_on_rank_0(tmp_path, knobs):
     assert second.stderr == ""
 
 
-def test_replicas_that_differ_fail_the_run(tmp_path, knobs):
-    program = """
+@pytest.mark.parametrize(
+    "change",
+    [
+        "gpt.blocks[0].resid_mix.data[1, 3] += 1e-7",
+        "optimizers[0].state[gpt.skip_weights]['step'] += 1",
+    ],
+)
+def test_replicas_that_differ_fail_the_run(tmp_path, knobs, change):
+    program = f"""
 import os, train_gpt
 hp = train_gpt.Hyperparameters.from_env(os.environ)
 try:
     with train_gpt.open_runtime(hp, os.environ) as runtime:
         train_gpt.seed_everything(1)
         gpt = train_gpt.GPT(hp, runtime.dtype)
-        train_gpt.check_replicas(gpt, runtime, print)
+        model, _ = train_gpt.compile_and_wrap(gpt, hp, runtime, print)
+        optimizers = train_gpt.build_optimizers(gpt, hp, runtime.dtype)
+        loader = train_gpt.build_loader(hp, runtime)
+        train_gpt.train_step(model, loader, optimizers, hp, runtime)
+        train_gpt.check_replicas(gpt, optimizers, runtime, print)
         if runtime.rank == 1:
-            gpt.blocks[0].resid_mix.data[1, 3] += 1e-7
-        train_gpt.check_replicas(gpt, runtime, print)
+            {change}
+        train_gpt.check_replicas(gpt, optimizers, runtime, print)
 except Exception as error:
     train_gpt.leave_after_error(error, os.environ)
 """
     for process in run_ranks(tmp_path, [{**knobs, "PYTHONPATH": str(ROOT)}] * 2, ["-c", program]):
         assert process.returncode == 1 and process.stdout.count("replicas:identical") == 1
-        assert "RuntimeError: the weights of ranks [1] differ from rank 0's" in process.stderr
+        assert "step counts of ranks [1] differ from rank 0's" in process.stderr
 
 
 def damaged(dataset: Path, folder: Path) -> Path:
