@@ -45,32 +45,32 @@ def validation_losses(model, hp, runtime) -> list[float]:
 def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     hp = train_gpt.Hyperparameters.from_env(os.environ)
-    with train_gpt.open_runtime(hp, os.environ) as runtime:
-        train_gpt.seed_everything(hp.seed)
-        gpt = train_gpt.GPT(hp, runtime.dtype)
-        model, _ = train_gpt.compile_and_wrap(gpt, hp, runtime, lambda line: None)
-        counter = [0]
-        model.register_comm_hook(counter, counting_hook)
-        keeper = GradientKeeper(gpt)
-        optimizers = [keeper, *train_gpt.build_optimizers(gpt, hp, runtime.dtype)]
-        loader = train_gpt.build_loader(hp, runtime)
-        validation = validation_losses(model, hp, runtime)
-        losses = []
-        for _ in range(num_steps):
-            rank_loss = train_gpt.train_step(model, loader, optimizers, hp, runtime)
-            losses.append(runtime.sum(rank_loss) / runtime.world_size)
-        momenta = [len(optimizer.state) for optimizer in optimizers[1:]]
-        result = {
-            "gradients": keeper.steps[0],
-            "weights": gpt.state_dict(),
-            "losses": losses,
-            "all_reduces": counter[0],
-            "momenta": momenta[-1],
-            "validation": validation,
-        }
-        torch.save(result, folder / f"{runtime.world_size}_{runtime.rank}.pt")
+    runtime = train_gpt.open_runtime(hp, os.environ)
+    train_gpt.seed_everything(hp.seed)
+    gpt = train_gpt.GPT(hp, runtime.dtype)
+    model, _ = train_gpt.compile_and_wrap(gpt, hp, runtime, lambda line: None)
+    counter = [0]
+    model.register_comm_hook(counter, counting_hook)
+    keeper = GradientKeeper(gpt)
+    optimizers = [keeper, *train_gpt.build_optimizers(gpt, hp, runtime.dtype)]
+    loader = train_gpt.build_loader(hp, runtime)
+    validation = validation_losses(model, hp, runtime)
+    losses = []
+    for _ in range(num_steps):
+        rank_loss = train_gpt.train_step(model, loader, optimizers, hp, runtime)
+        losses.append(sum(runtime.gather(rank_loss.item())) / runtime.world_size)
+    momenta = [len(optimizer.state) for optimizer in optimizers[1:]]
+    result = {
+        "gradients": keeper.steps[0],
+        "weights": gpt.state_dict(),
+        "losses": losses,
+        "all_reduces": counter[0],
+        "momenta": momenta[-1],
+        "validation": validation,
+    }
+    torch.save(result, folder / f"{runtime.world_size}_{runtime.rank}.pt")
+    train_gpt.leave(0, runtime)
 
 
 if __name__ == "__main__":
     main()
-    train_gpt.leave(0)

@@ -183,3 +183,50 @@ def test_the_loss_does_not_depend_on_the_batch(small, token_bytes):
         for n in (1, 4, 6)
     ]
     assert losses == pytest.approx(losses[:1] * 3, rel=1e-6)
+
+
+@pytest.fixture
+def trained(small):
+    """A model with something to say."""
+    seed_everything(0)
+    gpt = GPT(small, torch.float32)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return gpt
+
+
+@pytest.mark.parametrize("stride", [1, 4, 5, 15, 16])
+@pytest.mark.parametrize("batch", [1, 3, 100])
+def test_sliding_windows_score_each_token_once_with_its_context(
+    small, token_bytes, trained, stride, batch
+):
+    """Against scoring token by token: target t of 96 is predicted from the tokens in the window
+    that holds it first."""
+    tokens = Validation.load(small, token_bytes).tokens
+    ids = tokens.to(torch.int64)
+    ends = [16, *range(16 + stride, 96, stride), 96]  # of windows, in targets
+    expected = []
+    for t in range(96):
+        end = next(end for end in ends if t < end)
+        begin = max(end - 16, 0)
+        with torch.no_grad():
+            logits = trained.logits(ids[begin : t + 1][None])[-1]
+        expected.append(-logits.log_softmax(0)[ids[t + 1]].item())
+        assert t - begin + 1 >= min(16 - stride + 1, t + 1)  # what comes before it
+    hp = dataclasses.replace(small, val_batch_size=8 * 16 * batch)
+    for world_size in (1, 2, 8):
+        parts = [dataclasses.replace(CPU, rank=r, world_size=world_size) for r in range(world_size)]
+        loss = sum(evaluate(trained, tokens, hp, part, stride) for part in parts)
+        assert loss == pytest.approx(sum(expected) / 96, rel=1e-5)
+    if stride == 16:
+        assert loss == pytest.approx(evaluate(trained, tokens, hp, CPU), rel=1e-6)
+
+
+def test_a_partial_validation_says_so(small, token_bytes):
+    whole = Validation.load(small, token_bytes)
+    part = Validation.load(dataclasses.replace(small, max_val_tokens=50), token_bytes)
+    assert whole.partial == "" and part.partial == " partial:3/6"
+    assert torch.equal(part.tokens, whole.tokens[:49]) and part.num_bytes < whole.num_bytes
+    more = Validation.load(dataclasses.replace(small, max_val_tokens=1000), token_bytes)
+    assert more.partial == "" and len(more.tokens) == 97

@@ -233,3 +233,24 @@ def test_sequences_beyond_the_rotary_tables_are_refused():
 def test_rms_norm_has_torchs_default_eps():
     x = 1e-4 * torch.randn(3, 8)
     torch.testing.assert_close(rms_norm(x), F.rms_norm(x, (8,)))
+
+
+def test_recomputing_blocks_changes_no_gradient():
+    gpt, hp = build(num_layers=4)
+    other, _ = build(num_layers=4, activation_checkpoint=True)
+    other.load_state_dict(shaken(gpt).state_dict())
+    x, y = batch(hp)
+    expected = gradients(gpt, x, y)
+    saved = []  # what autograd keeps for the backward pass
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.nbytes) or t, lambda t: t
+    ):
+        other(x, y)
+        few = sum(saved)
+        saved.clear()
+        gpt(x, y)
+    assert few < sum(saved) / 2.5
+    for name, gradient in gradients(other, x, y).items():
+        assert torch.equal(gradient, expected[name]), name
+    with torch.no_grad():
+        assert torch.equal(gpt(x, y), other(x, y))

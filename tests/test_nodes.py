@@ -44,7 +44,12 @@ def test_two_nodes_that_share_no_files(tmp_path, dataset, tokenizer, knobs):
     }
     other = files.pop("b" if first == "a" else "a")
     assert other == ["small.model"]
-    assert files[first] == ["final_model.int8.ptz", "final_model.pt", "small.model"]
+    assert files[first] == [
+        "final_model.int8.ptz",
+        "final_model.pt",
+        "final_result.json",
+        "small.model",
+    ]
     alone = run_script(tmp_path / first, {**knobs, "BATCH_SLOTS": "16", "OUTPUT_DIR": "alone"})
     losses = [
         [float(s.split("val_loss:")[1].split()[0]) for s in text if "val_loss:" in s]

@@ -20,7 +20,7 @@ from train_gpt import (
     build_optimizers,
     evaluate,
     load_tokenizer,
-    read_artifact,
+    load_weights,
     seed_everything,
 )
 
@@ -55,12 +55,16 @@ def contract_lines(dataset, tokenizer) -> list[str]:
         *[rf"step:{i}/6 train_loss:{LOSS} {TIMES}" for i in (4, 5, 6)],
         rf"step:6/6 val_loss:{LOSS} val_bpb:{LOSS} {TIMES}",
         rf"peak memory allocated: {NUMBER} MiB reserved: {NUMBER} MiB",
+        r"speed: tokens_per_s:\d+ share_of_peak:0\.\d{3} data_wait:0\.\d{3} optimizer:0\.\d{3} "
+        r"gradient_exchange:0\.000",
         rf"Serialized model: {NUMBER} bytes",
         rf"Code size: {SCRIPT.stat().st_size} bytes",
         rf"Total submission size: {NUMBER} bytes",
         rf"Serialized model int8\+zlib: {NUMBER} bytes \(payload:{NUMBER} raw_torch:{NUMBER} "
         r"payload_ratio:\d+\.\d{2}x\)",
         rf"Total submission size int8\+zlib: {NUMBER} bytes",
+        rf"size_check:fits limit:16000000 bytes_left:{NUMBER}",
+        r"int8_worst:(\S+=0\.\d{4} ?){5}",
         rf"final_int8_zlib_roundtrip val_loss:{LOSS} val_bpb:{LOSS} eval_time:{NUMBER}ms",
         r"final_int8_zlib_roundtrip_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}",
     ]
@@ -76,7 +80,7 @@ def last_numbers(output: str) -> tuple[float, float]:
 
 def without_times(output: str) -> list[str]:
     return [
-        re.sub(r"(train_time|step_avg|eval_time):\S+|peak memory.*", "", s)
+        re.sub(r"(train_time|step_avg|eval_time):\S+|peak memory.*|speed:.*", "", s)
         for s in output.splitlines()
     ]
 
@@ -110,7 +114,7 @@ def test_the_log_file_has_source_versions_and_every_line(single):
 def test_the_files(single, knobs):
     folder, output = single
     found = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    assert found == ["final_model.int8.ptz", "final_model.pt", "logs/test.txt"]
+    assert found == ["final_model.int8.ptz", "final_model.pt", "final_result.json", "logs/test.txt"]
     sizes = {k: int(v) for k, v in re.findall(r"^(.+?): (\d+) bytes", output, re.MULTILINE)}
     plain, packed = folder / "final_model.pt", folder / "final_model.int8.ptz"
     assert sizes["Serialized model"] == plain.stat().st_size
@@ -122,7 +126,7 @@ def test_the_files(single, knobs):
     hp = Hyperparameters.from_env(knobs)
     gpt = GPT(hp, torch.float32)
     gpt.load_state_dict(torch.load(plain, weights_only=True))
-    gpt.load_state_dict(read_artifact(packed.read_bytes()))
+    load_weights(gpt, packed.read_bytes(), packed)
 
 
 def test_training_helps_and_the_round_trip_costs_little(single):
@@ -165,9 +169,9 @@ def test_the_last_line_scores_the_bytes_on_the_disk(tmp_path, knobs, tokenizer):
     data = (tmp_path / "final_model.int8.ptz").read_bytes()
     assert torch.load(io.BytesIO(zlib.decompress(data)), weights_only=True)["quantized"]
     scores = []
-    for state in (read_artifact(data), torch.load(tmp_path / "final_model.pt", weights_only=True)):
+    for state in (data, (tmp_path / "final_model.pt").read_bytes()):
         gpt = GPT(hp, torch.float32)
-        gpt.load_state_dict(state)
+        load_weights(gpt, state, "a file")
         scores.append(evaluate(gpt, validation.tokens, hp, ALONE))
     loss, bpb = last_numbers(result.stdout)
     assert loss == pytest.approx(scores[0], abs=2e-6)
@@ -338,19 +342,19 @@ def test_replicas_that_differ_fail_the_run(tmp_path, knobs, change):
 import os, train_gpt
 hp = train_gpt.Hyperparameters.from_env(os.environ)
 try:
-    with train_gpt.open_runtime(hp, os.environ) as runtime:
-        train_gpt.seed_everything(1)
-        gpt = train_gpt.GPT(hp, runtime.dtype)
-        model, _ = train_gpt.compile_and_wrap(gpt, hp, runtime, print)
-        optimizers = train_gpt.build_optimizers(gpt, hp, runtime.dtype)
-        loader = train_gpt.build_loader(hp, runtime)
-        train_gpt.train_step(model, loader, optimizers, hp, runtime)
-        train_gpt.check_replicas(gpt, optimizers, runtime, print)
-        if runtime.rank == 1:
-            {change}
-        train_gpt.check_replicas(gpt, optimizers, runtime, print)
+    runtime = train_gpt.open_runtime(hp, os.environ)
+    train_gpt.seed_everything(1)
+    gpt = train_gpt.GPT(hp, runtime.dtype)
+    model, _ = train_gpt.compile_and_wrap(gpt, hp, runtime, print)
+    optimizers = train_gpt.build_optimizers(gpt, hp, runtime.dtype)
+    loader = train_gpt.build_loader(hp, runtime)
+    train_gpt.train_step(model, loader, optimizers, hp, runtime)
+    train_gpt.check_replicas(gpt, optimizers, runtime, print)
+    if runtime.rank == 1:
+        {change}
+    train_gpt.check_replicas(gpt, optimizers, runtime, print)
 except Exception as error:
-    train_gpt.leave_after_error(error, os.environ)
+    train_gpt.leave_after_error(error, os.environ, train_gpt.StopRequest())
 """
     for process in run_ranks(tmp_path, [{**knobs, "PYTHONPATH": str(ROOT)}] * 2, ["-c", program]):
         assert process.returncode == 1 and process.stdout.count("replicas:identical") == 1

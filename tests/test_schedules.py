@@ -51,6 +51,20 @@ def test_no_warmdown(warmdown):
             assert factor(step, elapsed, warmdown_iters=warmdown, max_wallclock_seconds=cap) == 1.0
 
 
+def test_warmdown_over_a_fraction_of_the_run():
+    """In steps or in time, whatever ends first; WARMDOWN_ITERS does not matter then."""
+    knobs = dict(warmdown_frac=0.2, iterations=100, max_wallclock_seconds=0.0, warmdown_iters=0)
+    steps = (0, 79, 80, 90, 99, 100)
+    expected = pytest.approx([1, 1, 1, 0.5, 0.05, 0])
+    assert [factor(s, 1e9, **knobs) for s in steps] == expected
+    knobs |= dict(max_wallclock_seconds=10.0, iterations=20_000, warmdown_iters=1200)
+    assert [factor(s, 100.0 * s, **knobs) for s in steps] == expected  # the time ends first
+    knobs["iterations"] = 100
+    assert [factor(s, 1.0 * s, **knobs) for s in steps] == expected  # the steps end first
+    assert factor(50, 5000.0, **{**knobs, "warmdown_frac": 1.0}) == pytest.approx(0.5)
+    assert factor(0, warmdown_frac=0.5, iterations=0) == 0
+
+
 def test_momentum_rises_in_a_straight_line():
     hp = Hyperparameters(muon_momentum_warmup_steps=10)
     assert [muon_momentum(hp, s) for s in (0, 5, 10, 99)] == pytest.approx([0.85, 0.9, 0.95, 0.95])

@@ -1,16 +1,19 @@
 """The contract's model and optimizers, read plainly: what the trainer's speed is measured against.
 
 Autocast to bf16, three products for q, k and v, scales applied to the outputs, keys and values
-repeated for their query heads, one Newton-Schulz after another, one sequence per micro-step.
-Parameter names are the trainer's, so that either model loads the other's state_dict; the tests
-compare the two.
+repeated for their query heads, one Newton-Schulz after another, whole shards read into pageable
+memory, the loss fetched in each step. Parameter names are the trainer's, so that either model loads
+the other's state_dict; the tests compare the two.
 """
 
 import math
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from train_gpt import GPT, Hyperparameters, parameter_groups
 
@@ -152,20 +155,45 @@ class PlainOptimizers:
             p.sub_(lr * update.float())
 
 
-def train_step(model: PlainGPT, optimizers: PlainOptimizers, tokens: Tensor) -> Tensor:
-    """One optimizer step, at the full rates, on int64 tokens (n * T + 1,), a sequence at a time."""
-    hp, device = model.hp, next(model.parameters()).device
-    T = hp.train_seq_len
-    count = (len(tokens) - 1) // T
-    total = torch.zeros((), device=device)
-    for i in range(count):
-        part = tokens[i * T : (i + 1) * T + 1].to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(part[None, :-1], part[None, 1:])
-        (loss / count).backward()
-        total += loss.detach() / count
+class PlainLoader:
+    """Reads each shard whole into pageable memory, and copies while the device waits."""
+
+    def __init__(self, paths: list[Path], device: torch.device) -> None:
+        self.paths, self.device = paths, device
+        self.shard, self.position, self.tokens = -1, 0, np.empty(0, np.uint16)
+
+    def next_batch(self, num_tokens: int, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 (B, T) each, from one shard after the other."""
+        parts, missing = [], num_tokens + 1
+        while missing > 0:
+            if self.position == len(self.tokens):
+                self.shard, self.position = (self.shard + 1) % len(self.paths), 0
+                self.tokens = np.fromfile(self.paths[self.shard], dtype="<u2", offset=1024)
+            parts.append(self.tokens[self.position : self.position + missing])
+            self.position += len(parts[-1])
+            missing -= len(parts[-1])
+        tokens = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self.device)
+        return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
+
+
+def train_step(
+    model: nn.Module, optimizers: PlainOptimizers, loader: PlainLoader, hp: Hyperparameters, A: int
+) -> float:
+    """One optimizer step of A micro-steps, at the full rates. Returns the loss, in each step.
+    model: a PlainGPT, perhaps wrapped in DistributedDataParallel."""
+    total = 0.0
+    for i in range(A):
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = i == A - 1
+        inputs, targets = loader.next_batch(
+            hp.train_batch_tokens // hp.batch_slots, hp.train_seq_len
+        )
+        with torch.autocast(loader.device.type, torch.bfloat16):
+            loss = model(inputs, targets)
+        (loss / A).backward()
+        total += loss.detach() / A
     for adam in optimizers.adams:
         adam.step()
     optimizers.muon_step(hp.matrix_lr, hp.muon_momentum)
     model.zero_grad()
-    return total
+    return total.item()
