@@ -143,12 +143,11 @@ def run_script(
     args: list[str] = (),
 ) -> subprocess.CompletedProcess:
     """The script as a process in `folder`; under torchrun if ranks > 0."""
-    threads = max(1, (os.cpu_count() or 2) // max(ranks, 1))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.run(
         [sys.executable, *(launcher if ranks else []), str(script), *args],
         cwd=folder,
-        env=process_environ(environ, threads),
+        env=process_environ(environ, 1),  # more threads would only wait for each other
         capture_output=True,
         text=True,
         timeout=240,

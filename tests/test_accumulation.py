@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import ROOT, run_script
+from conftest import ROOT, run_ranks
 from rank_worker import GradientKeeper
 
 from train_gpt import (
@@ -29,9 +29,9 @@ def ranks(request, tmp_path_factory, knobs):
     """What every rank of a run of 1, 2, 4 and 8 ranks left behind."""
     folder, world_size = tmp_path_factory.mktemp("ranks"), request.param
     environ = {**knobs, "PYTHONPATH": str(ROOT)}
-    worker = [str(folder), str(STEPS)]
-    result = run_script(folder, environ, world_size, ROOT / "tests" / "rank_worker.py", worker)
-    assert result.returncode == 0, result.stderr
+    worker = [str(ROOT / "tests" / "rank_worker.py"), str(folder), str(STEPS)]
+    for result in run_ranks(folder, [environ] * world_size, worker):
+        assert result.returncode == 0, result.stderr
     return [
         torch.load(folder / f"{world_size}_{rank}.pt", weights_only=True)
         for rank in range(world_size)

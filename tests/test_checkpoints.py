@@ -377,7 +377,7 @@ def test_all_optimizer_state_is_gathered_from_the_ranks(four, knobs):
     assert saved["optimizers"].keys() == set(names.values())
 
 
-@pytest.mark.parametrize("ranks", [4, 1, 2, 8])
+@pytest.mark.parametrize("ranks", [4, 1, 8])
 def test_a_checkpoint_of_four_ranks_goes_on_with(four, tmp_path, ranks):
     """As many: as if it had never stopped, bit by bit. Fewer or more: to rounding."""
     environ, folder = four
@@ -453,17 +453,17 @@ def test_kill_9_at_random_moments_changes_no_bit(interrupted, two, tmp_path, lon
 
 def test_ranks_that_start_again_do_not_meet_the_ones_before(tmp_path, knobs):
     """torchrun keeps what the ranks told each other over a restart. A copy of the script in which
-    rank 3 is killed as soon as all have met, and in which they start again one after another."""
+    rank 1 is killed as soon as all have met, and in which they start again one after another."""
     anchor = "        runtime = open_runtime(hp, os.environ)\n"
     source = SCRIPT.read_text()
     assert source.count(anchor) == 1
     count = "int(os.environ['TORCHELASTIC_RESTART_COUNT'])"
     late = f"        time.sleep({count} * 0.5 * int(os.environ['RANK']))\n"
-    killed = f"        if {count} == 0 and runtime.rank == 3:\n"
+    killed = f"        if {count} == 0 and runtime.rank == 1:\n"
     killed += "            os.kill(os.getpid(), signal.SIGKILL)\n"
     (tmp_path / "edited.py").write_text(source.replace(anchor, late + anchor + killed))
     environ = {**knobs, "ITERATIONS": "1", "VAL_LOSS_EVERY": "0"}
-    agent = start(tmp_path, environ, ranks=4, restarts=1, script="edited.py")
+    agent = start(tmp_path, environ, ranks=2, restarts=1, script="edited.py")
     output = rest_of(agent, seconds=40)
     errors = (tmp_path / "stderr.txt").read_text()
     finished(subprocess.CompletedProcess([], agent.returncode, output, errors))
