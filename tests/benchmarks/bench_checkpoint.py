@@ -1,0 +1,61 @@
+"""Time how long saving a checkpoint of the default model stops training.
+
+    python tests/benchmarks/bench_checkpoint.py
+    torchrun --standalone --nproc_per_node=2 tests/benchmarks/bench_checkpoint.py
+
+Saving copies everything, gathers what the ranks hold, and writes in the background. Prints for
+each of five saves the seconds until training may go on, and until the file is on the disk.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import train_gpt
+
+
+def write_data(folder: Path) -> None:
+    """A shard of each split, and something in the tokenizer's place: only their ends are read."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, 1_000_000
+    body = np.random.default_rng(0).integers(1024, size=1_000_000).astype("<u2")
+    for split in ("train", "val"):
+        path = folder / f"fineweb_{split}_000000.bin"
+        path.write_bytes(header.tobytes() + body.tobytes())
+    (folder / "tokenizer").write_bytes(b"")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_data(folder)
+        knobs = {"DATA_PATH": name, "OUTPUT_DIR": name, "TOKENIZER_PATH": f"{name}/tokenizer"}
+        knobs |= {"TRAIN_BATCH_TOKENS": "1024", "TRAIN_SEQ_LEN": "128", "VAL_BATCH_SIZE": "1024"}
+        hp = train_gpt.Hyperparameters.from_env({**os.environ, **knobs, "COMPILE": "0"})
+        runtime = train_gpt.open_runtime(hp, os.environ)
+        say = print if runtime.rank == 0 else str
+        gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
+        model, chain = train_gpt.compile_and_wrap(gpt, hp, runtime, say)
+        optimizers = train_gpt.build_optimizers(gpt, hp, runtime.dtype, chain)
+        loader, stopwatch = train_gpt.build_loader(hp, runtime), train_gpt.Stopwatch(runtime)
+        state = train_gpt.TrainingState(hp, runtime, str, gpt, model, optimizers, loader, stopwatch)
+        for _ in range(5):
+            train_gpt.train_step(model, loader, optimizers, hp, runtime)
+            state.step += 1
+            runtime.gather(None)  # all ranks begin together
+            started = time.perf_counter()
+            state.save()
+            stall = time.perf_counter() - started
+            state.wait()
+            stalls, written = runtime.gather(stall), time.perf_counter() - started
+            say(f"ranks:{runtime.world_size} stall:{max(stalls):.3f} s, on disk: {written:.3f} s")
+    train_gpt.leave(0, runtime)
+
+
+if __name__ == "__main__":
+    main()
