@@ -31,7 +31,7 @@ def losses(hp: Hyperparameters, seed: int, fast: bool) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def curves(knobs):
-    small = dict(NUM_LAYERS="2", TRAIN_BATCH_TOKENS="256", BATCH_SLOTS="2", MUON_MOMENTUM="0.85")
+    small = dict(NUM_LAYERS="1", TRAIN_BATCH_TOKENS="256", BATCH_SLOTS="2", MUON_MOMENTUM="0.85")
     hp = Hyperparameters.from_env({**knobs, **small, "MATRIX_LR": "0.02"})
     return losses(hp, 1, True), losses(hp, 1, False), losses(hp, 2, True)
 
