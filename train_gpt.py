@@ -17,8 +17,8 @@ K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (pro
 A gradient accumulation steps (micro-steps of one process in one optimizer step).
 """
 
-import contextlib, glob, hashlib, io, json, math, os, platform, random, resource, select, signal
-import subprocess, sys, tempfile, threading, time, traceback, uuid, warnings, zipfile, zlib
+import contextlib, functools, glob, hashlib, io, json, math, os, platform, random, resource, select
+import signal, subprocess, sys, tempfile, threading, time, traceback, uuid, warnings, zipfile, zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -1105,6 +1105,7 @@ class TrainingState:
     step: int = 0  # steps done
     writer: threading.Thread | None = None  # of the last checkpoint
     folder = property(lambda self: Path(self.hp.output_dir) / "checkpoints" / self.hp.run_id)
+    dataset = functools.cached_property(lambda self: dataset_fingerprint(self.hp))  # read once
 
     def snapshot(self) -> dict[str, Any]:
         """Copies on the CPU of all that a run needs to go on, with what the optimizers of all ranks
@@ -1163,7 +1164,7 @@ class TrainingState:
         """Write a checkpoint; failing is logged, and no reason to end the run."""
         path = self.folder / f"step_{saved['step']:08d}.pt"
         try:
-            saved |= {"knobs": asdict(self.hp), "dataset": dataset_fingerprint(self.hp)}
+            saved |= {"knobs": asdict(self.hp), "dataset": self.dataset}
             write_file(path, serialize(saved))
             self.log(f"checkpoint:{path}")
             for old in self.checkpoints()[self.hp.keep_checkpoints :]:
@@ -1199,7 +1200,7 @@ class TrainingState:
         old, new = saved["knobs"], asdict(self.hp)
         changed = [key for key in new if key in old and new[key] != old[key] and key != "resume"]
         refused = [key for key in changed if key in MODEL_KNOBS]
-        if saved["dataset"] != dataset_fingerprint(self.hp):
+        if saved["dataset"] != self.dataset:
             refused += ["data_path", "tokenizer_path"]
         changes = [f"{key.upper()}:{old[key]}->{new[key]}" for key in refused or changed]
         require(not refused, f"RESUME={self.hp.resume!r}: {path} was made with another model or "

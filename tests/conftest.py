@@ -55,27 +55,22 @@ def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Pa
     return path
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "small.model"
+def write_tokenizer(folder: Path) -> Path:
+    path = folder / "small.model"
     path.write_bytes(train_tokenizer())
     return path
 
 
-@pytest.fixture(scope="session")
-def dataset(tmp_path_factory, tokenizer) -> Path:
+def write_dataset(folder: Path, tokenizer: Path) -> None:
     """Two train shards and one validation shard of real text in real tokens."""
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     documents = [[1, *sp.encode(text)] for text in TEXTS]
-    folder = tmp_path_factory.mktemp("data")
     write_shard(folder / "fineweb_val_000000.bin", sum(documents[:5], [])[:1500])
     write_shard(folder / "fineweb_train_000000.bin", sum(documents[5:20], []))
     write_shard(folder / "fineweb_train_000001.bin", sum(documents[20:], []))
-    return folder
 
 
-@pytest.fixture(scope="session")
-def knobs(dataset, tokenizer) -> dict[str, str]:
+def small_knobs(dataset: Path, tokenizer: Path) -> dict[str, str]:
     """Environment variables of a run of some seconds."""
     return {
         "DATA_PATH": str(dataset),
@@ -100,6 +95,29 @@ def knobs(dataset, tokenizer) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory, tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_dataset(folder, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def knobs(dataset, tokenizer) -> dict[str, str]:
+    return small_knobs(dataset, tokenizer)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def process_environ(environ: dict[str, str], threads: int) -> dict[str, str]:
     """`environ` and what a process needs to start, nothing else."""
     kept = ("PATH", "HOME", "LD_LIBRARY_PATH")
@@ -111,10 +129,7 @@ def run_ranks(
     folder: Path, environs: list[dict[str, str]], command: list[str]
 ) -> list[subprocess.CompletedProcess]:
     """Python with `command` as one process for each environment, placed as torchrun would."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
+    port, processes = free_port(), []
     for rank, environ in enumerate(environs):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(environs)}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -3,18 +3,11 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
-from conftest import SCRIPT, process_environ, run_script
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+from conftest import SCRIPT, free_port, process_environ, run_script
 
 
 def test_two_nodes_that_share_no_files(tmp_path, dataset, tokenizer, knobs):

@@ -17,16 +17,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
+from tests.conftest import write_shard
 
 
 def write_data(folder: Path) -> None:
     """A shard of each split, and something in the tokenizer's place: only their ends are read."""
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, 1_000_000
-    body = np.random.default_rng(0).integers(1024, size=1_000_000).astype("<u2")
+    tokens = np.random.default_rng(0).integers(1024, size=1_000_000)
     for split in ("train", "val"):
-        path = folder / f"fineweb_{split}_000000.bin"
-        path.write_bytes(header.tobytes() + body.tobytes())
+        write_shard(folder / f"fineweb_{split}_000000.bin", tokens)
     (folder / "tokenizer").write_bytes(b"")
 
 

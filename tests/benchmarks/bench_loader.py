@@ -8,6 +8,7 @@ mapped pages of the shards belong to the page cache.
 """
 
 import argparse
+import os
 import re
 import statistics
 import sys
@@ -15,21 +16,18 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
+from tests.conftest import write_shard
 
 GLOBAL_TOKENS, SEQ_LEN = 524_288, 1024  # the defaults: 65,536 tokens in each of 8 slots
 
 
 def write_sparse_shard(path: Path, tokens: int) -> None:
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, tokens
-    with open(path, "wb") as file:
-        file.write(header.tobytes())
-        file.truncate(1024 + 2 * tokens)
+    write_shard(path, [], count=tokens)
+    os.truncate(path, 1024 + 2 * tokens)
 
 
 def own_mib() -> int:

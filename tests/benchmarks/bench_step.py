@@ -27,16 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
 from tests.benchmarks import plain
+from tests.conftest import write_shard
 
 
 def write_random_shards(folder: Path, vocab_size: int, count: int = 4, tokens: int = 1_000_000):
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, tokens
     rng = np.random.default_rng(0)
     for i in range(count):
-        body = rng.integers(vocab_size, size=tokens).astype("<u2")
-        name = f"fineweb_train_{i:06d}.bin"
-        (folder / name).write_bytes(header.tobytes() + body.tobytes())
+        write_shard(folder / f"fineweb_train_{i:06d}.bin", rng.integers(vocab_size, size=tokens))
 
 
 def held_bytes(device: torch.device, reset: bool) -> int:

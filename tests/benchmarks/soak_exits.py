@@ -20,41 +20,11 @@ import time
 import uuid
 from pathlib import Path
 
-import sentencepiece
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.conftest import SCRIPT, TEXTS, VOCAB_SIZE, process_environ, train_tokenizer, write_shard
+from tests.conftest import SCRIPT, process_environ, small_knobs, write_dataset, write_tokenizer
 
 LIMIT_S = 60
 LAST_LINE = "final_int8_zlib_roundtrip_exact "
-
-
-def write_inputs(folder: Path) -> dict[str, str]:
-    """A small tokenizer and small shards in `folder`, and the knobs of a run of some seconds."""
-    model = folder / "small.model"
-    model.write_bytes(train_tokenizer())
-    sp = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    tokens = [token for text in TEXTS for token in (1, *sp.encode(text))]
-    write_shard(folder / "fineweb_val_000000.bin", tokens[:1500])
-    write_shard(folder / "fineweb_train_000000.bin", tokens[1500:])
-    return {
-        "DATA_PATH": str(folder),
-        "TOKENIZER_PATH": str(model),
-        "VOCAB_SIZE": str(VOCAB_SIZE),
-        "DEVICE": "cpu",
-        "COMPILE": "0",
-        "ITERATIONS": "6",
-        "WARMUP_STEPS": "2",
-        "WARMDOWN_ITERS": "4",
-        "TRAIN_BATCH_TOKENS": "512",
-        "TRAIN_SEQ_LEN": "32",
-        "VAL_BATCH_SIZE": "512",
-        "VAL_LOSS_EVERY": "3",
-        "NUM_LAYERS": "3",
-        "MODEL_DIM": "32",
-        "NUM_HEADS": "4",
-        "NUM_KV_HEADS": "2",
-    }
 
 
 def processes_of(run_id: str) -> list[int]:
@@ -105,7 +75,9 @@ def main() -> None:
     args = parser.parse_args()
     times, failures = [], 0
     with tempfile.TemporaryDirectory() as folder:
-        knobs = write_inputs(Path(folder))
+        tokenizer = write_tokenizer(Path(folder))
+        write_dataset(Path(folder), tokenizer)
+        knobs = small_knobs(Path(folder), tokenizer)
         for number in range(1, args.runs + 1):
             seconds, problem = run_once(Path(folder), knobs, args.ranks)
             times.append(seconds)

@@ -18,28 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import sentencepiece
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import SCRIPT, TEXTS, VOCAB_SIZE, process_environ, train_tokenizer, write_shard
+from conftest import SCRIPT, process_environ, small_knobs, write_dataset, write_tokenizer
 
 NAMES = ("final_model.pt", "final_model.int8.ptz")
-
-
-def make_data(folder: Path) -> dict[str, str]:
-    """Shards and a tokenizer as the tests have them. Returns the knobs of a tiny model on them."""
-    folder.mkdir()
-    tokenizer = folder / "small.model"
-    tokenizer.write_bytes(train_tokenizer())
-    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-    documents = [[1, *sp.encode(text)] for text in TEXTS]
-    write_shard(folder / "fineweb_val_000000.bin", sum(documents[:5], [])[:1500])
-    write_shard(folder / "fineweb_train_000000.bin", sum(documents[5:], []))
-    knobs = dict(DATA_PATH=folder, TOKENIZER_PATH=tokenizer, VOCAB_SIZE=VOCAB_SIZE, RUN_ID="soak")
-    knobs |= dict(DEVICE="cpu", DTYPE="fp32", COMPILE=0, WARMUP_STEPS=2, MAX_WALLCLOCK_SECONDS=0)
-    knobs |= dict(TRAIN_BATCH_TOKENS=512, TRAIN_SEQ_LEN=32, VAL_BATCH_SIZE=512, VAL_LOSS_EVERY=0)
-    knobs |= dict(NUM_LAYERS=3, MODEL_DIM=32, NUM_HEADS=4, NUM_KV_HEADS=2)
-    return {name: str(value) for name, value in knobs.items()}
 
 
 def start(folder: Path, knobs: dict[str, str], ranks: int, restarts: int) -> subprocess.Popen:
@@ -96,7 +78,9 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=300.0, help="seconds after the last one")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
-    knobs = make_data(folder / "data")
+    tokenizer = write_tokenizer(folder)
+    write_dataset(folder, tokenizer)
+    knobs = small_knobs(folder, tokenizer) | {"VAL_LOSS_EVERY": "0", "WARMDOWN_ITERS": "1200"}
     knobs |= {"ITERATIONS": str(args.steps), "CHECKPOINT_EVERY": "10", "RESUME": "auto"}
     began = time.monotonic()
     calm = start(folder / "calm", knobs, args.ranks, 0)
