@@ -19,7 +19,7 @@ A gradient accumulation steps (micro-steps of one process in one optimizer step)
 
 import contextlib, functools, glob, hashlib, io, json, math, os, platform, random, resource, select
 import signal, subprocess, sys, tempfile, threading, time, traceback, uuid, warnings, zipfile, zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -42,7 +42,6 @@ def require(condition: bool, problem: str) -> None:
 # ---- Hyperparameters -----------------------------------------------------------------------------
 CONTROL_TENSOR_NAME_PATTERNS = ("attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix",
                                 "resid_mixes", "q_gain", "skip_weight", "skip_weights")
-# Other defaults under a name. A knob that is set in the environment wins over them.
 PRESETS: dict[str, dict[str, Any]] = {"": {}, "demo": dict(  # two minutes on two CPU cores
     data_path="./data/datasets/demo_sp1024", tokenizer_path="./data/tokenizers/demo_1024_bpe.model",
     max_wallclock_seconds=100.0, train_batch_tokens=6144, train_seq_len=128, warmup_steps=1,
@@ -73,6 +72,7 @@ class Hyperparameters:
     keep_checkpoints: int = 2  # the newest ones of this RUN_ID
     resume: str = ""  # a checkpoint to go on from; auto: the newest good one of this RUN_ID, if any
     eval_only: str = ""  # a checkpoint or a final_model file: score it, train nothing
+    tensorboard: bool = False  # curves for it in OUTPUT_DIR/tensorboard/RUN_ID
     # machine
     device: str = "auto"  # cuda, cpu; auto: cuda if there is one
     dtype: str = "auto"  # of activations, embedding, Muon: bf16, fp32; auto: bf16 if fast here
@@ -87,6 +87,9 @@ class Hyperparameters:
     max_val_tokens: int = 0  # a shorter, "partial" validation; 0: the whole split
     eval_stride: int = 0  # tokens; at the end also score in windows that overlap but for so many
     train_log_every: int = 200  # steps, after the first ten; 0: none
+    sample_prompt: str = ""  # at the end, log how the compressed model goes on from here
+    sample_tokens: int = 64  # at most
+    sample_temperature: float = 0.8  # 0: always the likeliest token
     # length of the run
     iterations: int = 20_000  # optimizer steps at most
     warmdown_iters: int = 1200  # steps in which the learning rate falls to zero; 0: it never falls
@@ -127,7 +130,6 @@ class Hyperparameters:
     control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # Adam, fp32
     int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # fp32 there
 
-    # Patterns of the shards' paths.
     train_files = property(lambda hp: f"{glob.escape(hp.data_path)}/fineweb_train_*.bin")
     val_files = property(lambda hp: f"{glob.escape(hp.data_path)}/fineweb_val_*.bin")
 
@@ -201,12 +203,6 @@ class Runtime:
         """Wait until the device has done all that it was given."""
         torch.get_device_module(self.device).synchronize()
 
-    def record_event(self) -> Any:
-        """A mark behind the work given to the device so far; its synchronize() waits for that."""
-        event = torch.get_device_module(self.device).Event()
-        event.record()
-        return event
-
     def gather(self, value: Any) -> list[Any]:
         """The Python values of all ranks, in their order, on every rank."""
         if not self.distributed:
@@ -227,7 +223,7 @@ class Runtime:
         result = error = None
         try:
             result = action(*args)
-        except (InputError, FileNotFoundError) as caught:
+        except (InputError, OSError) as caught:
             error = caught
         if errors := [e for e in self.gather(error) if e is not None]:
             errors[0].shared = self.distributed
@@ -255,22 +251,17 @@ def read_topology(environ: Mapping[str, str], slots: int) -> tuple[int, int, int
     require(0 <= rank < world_size, f"RANK={rank} must be from 0 to WORLD_SIZE-1={world_size - 1}")
     return rank, world_size, local_rank, True
 
-def share_threads(environ: Mapping[str, str]) -> None:
-    """Give each process of a CPU its share of the cores, unless OMP_NUM_THREADS is set. (torchrun
-    sets it to 1 when it is not, so that 1 counts as unset.)"""
-    processes = parse_knob("LOCAL_WORLD_SIZE", environ.get("LOCAL_WORLD_SIZE", "1"), int)
-    if processes > 1 and environ.get("OMP_NUM_THREADS", "1") == "1":
-        on_linux = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
-        torch.set_num_threads(max(cores // processes, 1))
-
 def open_runtime(hp: Hyperparameters, environ: Mapping[str, str]) -> Runtime:
     """Open the device and, under torchrun, the process group. Raises InputError if it cannot."""
     rank, world_size, local_rank, distributed = read_topology(environ, hp.batch_slots)
     num_gpus = torch.cuda.device_count()
     if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
         device, backend = torch.device("cpu"), "gloo"
-        share_threads(environ)
+        # Share out the cores. torchrun sets 1 thread where none is set: 1 counts as unset.
+        processes = parse_knob("LOCAL_WORLD_SIZE", environ.get("LOCAL_WORLD_SIZE", "1"), int)
+        if processes > 1 and environ.get("OMP_NUM_THREADS", "1") == "1":
+            cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+            torch.set_num_threads(max(cores // processes, 1))
         # Without these, bf16 is several times slower than fp32.
         fast_bf16 = any(map(torch.cpu.get_capabilities().get, ("amx_bf16", "avx512_bf16")))
     else:
@@ -325,7 +316,6 @@ def leave(code: int, runtime: Runtime | None = None) -> NoReturn:
         dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
-    sys.stderr.flush()
     if "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)
@@ -337,8 +327,8 @@ def leave_after_error(error: Exception, environ: Mapping[str, str], stop: StopRe
     text = "".join(traceback.format_exception(error)).rstrip()
     # What a rank without a peer says is an echo of the peer's error.
     waits = isinstance(error, dist.DistError) or "gloo" in str(error)
-    if isinstance(error, InputError | FileNotFoundError):
-        kind = "ValueError" if isinstance(error, InputError) else "FileNotFoundError"
+    if isinstance(error, InputError | OSError):
+        kind = "ValueError" if isinstance(error, InputError) else type(error).__name__
         text, waits = f"{kind}: {error}", not is_rank_0
     if is_rank_0 or not shared:
         # torchrun ends all ranks when one leaves: the cause of it all is reported first.
@@ -352,17 +342,11 @@ def leave_after_error(error: Exception, environ: Mapping[str, str], stop: StopRe
         dist.barrier()
     leave(1)
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch (CPU and CUDA)."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
 ATTENTION_BACKENDS = ("cudnn", "flash", "mem_efficient", "math")  # in the order they are tried
 
-def choose_attention(hp: Hyperparameters, runtime: Runtime) -> bool:
-    """Leave one attention backend enabled, the fastest that runs the model's attention here, and
-    return whether it takes grouped queries: otherwise keys and values must be repeated for them.
+def choose_attention(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> None:
+    """Leave one attention backend enabled, the fastest that runs gpt's attention here, and tell gpt
+    whether it takes grouped queries: otherwise keys and values must be repeated for them.
     cuDNN leads on Hopper (sm_90); on Blackwell it has returned wrong numbers without an error."""
     H, K, width = hp.num_heads, hp.num_kv_heads, hp.model_dim // hp.num_heads
     hopper = runtime.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
@@ -376,7 +360,8 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime) -> bool:
             warnings.simplefilter("ignore")  # torch tells why each backend cannot
             attend(*qkv.split((H, K, K), dim=2), takes_groups).sum().backward()
             break
-    return takes_groups
+    for block in gpt.blocks:
+        block.attn.takes_groups = takes_groups
 
 def attend(q: Tensor, k: Tensor, v: Tensor, takes_groups: bool) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
@@ -388,30 +373,54 @@ def attend(q: Tensor, k: Tensor, v: Tensor, takes_groups: bool) -> Tensor:
     return y.transpose(1, 2)
 
 class Log:
-    """Rank 0's lines, on the console and in OUTPUT_DIR/logs/RUN_ID.txt; other ranks are silent.
-    Raises InputError, on rank 0, if the file cannot be written."""
+    """Rank 0's lines, on the console and in OUTPUT_DIR/logs/RUN_ID.txt, and its curves; other ranks
+    are silent. Raises InputError, on rank 0, if the file cannot be written."""
+    file = curves = None
+    status = ""  # what a terminal shows below the last line, until the next one
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime) -> None:
-        self.file = None
+        self.on_terminal, self.lock = sys.stdout.isatty(), threading.Lock()
         if runtime.rank != 0:
             return
         path = Path(hp.output_dir) / "logs" / f"{hp.run_id}.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=hp.output_dir).close()  # the model's files come much later
+            if hp.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+                self.curves = SummaryWriter(Path(hp.output_dir) / "tensorboard" / hp.run_id)
             self.file = open(path, "a", encoding="utf-8", buffering=1)
             self.file.write(f"{Path(__file__).read_text(encoding='utf-8')}\nPython {sys.version}\n"
                             f"PyTorch {torch.__version__}\n{subprocess.getoutput('nvidia-smi')}\n")
         except OSError as error:
-            problem = f"OUTPUT_DIR={hp.output_dir!r} cannot be written, set another one: {error}"
-            raise InputError(problem) from None
+            raise InputError(f"OUTPUT_DIR={hp.output_dir!r} must be writable: {error}") from None
+        except ImportError:
+            raise InputError("TENSORBOARD=1 needs a package: pip install tensorboard") from None
         self(str(path))
+        if self.on_terminal:
+            threading.Thread(target=self.show_status, daemon=True).start()
 
-    def __call__(self, line: str) -> None:
+    def __call__(self, line: str, step: int = 0, **curves: float) -> None:
         if self.file is not None:
-            with contextlib.suppress(OSError):  # a full disk costs the file a line, not the run
+            with self.lock, contextlib.suppress(OSError):  # a lost terminal, as a full disk,
+                self.status = ""  # costs lines, not the run
+                print(f"\x1b[K{line}" if self.on_terminal else line, flush=True)
+            with contextlib.suppress(OSError):
                 self.file.write(line + "\n")
-            print(line, flush=True)
+        if curves and self.curves is not None:
+            for name, value in curves.items():
+                self.curves.add_scalar(name, value, step)
+            self.curves.flush()
+
+    def show_status(self) -> None:
+        """For ever. A sign turns beside it, which is all that moves during a long step."""
+        while True:
+            time.sleep(0.25)
+            with self.lock:
+                if self.status:
+                    text = self.status[: (os.get_terminal_size().columns or 80) - 3]
+                    sign = "|/-\\"[int(4 * time.monotonic()) % 4]
+                    print(f"\x1b[K{text} {sign}", end="\r", flush=True)
 
 def require_finite(what: str, value: float, step: int) -> None:
     """Raise InputError unless value, which all ranks know, is a finite number."""
@@ -431,29 +440,16 @@ def find_shards(pattern: str) -> list[Path]:
         return [Path(path) for path in paths]
     raise FileNotFoundError(f"DATA_PATH has no {pattern}\n{WAYS_TO_DATA}")
 
-@contextlib.contextmanager
-def readable(path: str | Path) -> Iterator[None]:
-    """Turns errors of reading path into FileNotFoundError or InputError, which name it."""
-    try:
-        yield
-    except OSError as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else InputError
-        raise kind(f"{path} cannot be read: {error.strerror}") from None
-
 def load_data_shard(path: str | Path) -> Tensor:
     """The tokens of a shard, a uint16 tensor (n,), mapped into memory rather than read. Raises
     InputError naming the file if its header or its size is wrong."""
-    with readable(path):
-        header = np.fromfile(path, "<i4", SHARD_HEADER_BYTES // 4)
-        size = os.path.getsize(path)
-    again = "get the file again"
-    require(size >= SHARD_HEADER_BYTES, f"{path}: {size} bytes are too few for a shard: {again}")
-    magic, version, num_tokens = header[:3].tolist()
-    require((magic, version) == (SHARD_MAGIC, SHARD_VERSION), f"{path}: no token shard (magic "
-            f"{magic}, version {version}, expected {SHARD_MAGIC}, {SHARD_VERSION}): {again}")
+    header, size = np.fromfile(path, "<i4", SHARD_HEADER_BYTES // 4), os.path.getsize(path)
+    magic, version, num_tokens, *_ = [*header.tolist(), 0, 0, 0]
     expected = SHARD_HEADER_BYTES + 2 * num_tokens
+    require((magic, version) == (SHARD_MAGIC, SHARD_VERSION), f"{path}: no token shard (magic "
+            f"{magic}, version {version}, not {SHARD_MAGIC}, {SHARD_VERSION}): get the file again")
     require(size == expected, f"{path}: {size} bytes, but its header promises {num_tokens} tokens "
-            f"in {expected} bytes: {again}")
+            f"in {expected} bytes: get the file again")
     # Not shared: what is written to the tensor stays out of the file.
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
@@ -522,12 +518,10 @@ class DistributedTokenLoader:
         return tokens.to(self.device, non_blocking=True)
 
 def dataset_fingerprint(hp: Hyperparameters) -> dict[str, Any]:
-    """Of each shard the size and the sha256 of its header and of its first and last MiB, and the
-    sha256 of the tokenizer: they tell one dataset from another without reading all of it."""
+    """Each shard's size and sha256 of its header, first and last MiB; the tokenizer's sha256."""
     prints = {"tokenizer": hashlib.sha256(Path(hp.tokenizer_path).read_bytes()).hexdigest()}
     for path in find_shards(hp.train_files) + find_shards(hp.val_files):
-        with readable(path):
-            data = np.memmap(path, mode="r")
+        data = np.memmap(path, mode="r")
         ends = bytes(data[: SHARD_HEADER_BYTES + 2**20]) + bytes(data[-(2**20) :])
         prints[path.name] = [len(data), hashlib.sha256(ends).hexdigest()]
     return prints
@@ -545,12 +539,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., in) times the transpose of weight (out, in), which is cast to x's dtype."""
     return F.linear(x, weight.to(x.dtype))
 
-def rotary_tables(seq_len: int, head_width: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, h/2) of the angles t * base**(-2j/h): RoPE (Su et al., 2021). The angles need
-    fp32: in bf16 most positions beyond 256 equal a neighbour."""
+def rotary_tables(seq_len: int, head_width: int, base: float) -> Tensor:
+    """cos and sin of the angles t * base**(-2j/h): RoPE (Su et al., 2021), (2, T, h/2). The angles
+    need fp32: in bf16 most positions beyond 256 equal a neighbour."""
     frequencies = base ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
+    return torch.stack((angles.cos(), angles.sin()))
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (x[j], x[j + h/2]) of x (B, T, heads, h) by cos and sin (T, 1, h/2)."""
@@ -625,7 +619,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
         self.lm_head = None if hp.tie_embeddings else nn.Linear(D, V, bias=False)
         tables = rotary_tables(hp.train_seq_len, D // hp.num_heads, hp.rope_base)
-        self.register_buffer("rotary", torch.stack(tables), persistent=False)  # (2, T, h/2)
+        self.register_buffer("rotary", tables, persistent=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -671,8 +665,6 @@ class GPT(nn.Module):
         return (self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()
 
 # ---- Optimizers ----------------------------------------------------------------------------------
-Chain = Callable[[Tensor, int], Tensor]  # newton_schulz, as it is or compiled
-
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Bring all singular values of each wide matrix in stack (n, rows, columns) near 1, by the
     quintic iteration of Muon (Keller Jordan, 2024), in stack's dtype."""
@@ -683,9 +675,9 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
         x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x
 
-def orthogonalize(matrices: list[Tensor], steps: int, chain: Chain = newton_schulz) -> list[Tensor]:
-    """Newton-Schulz of each matrix, times sqrt(max(1, rows / columns)). Matrices of one shape, the
-    tall ones laid on their side, go through one chain together."""
+def orthogonalize(matrices: list[Tensor], steps: int,
+                  chain: Callable = newton_schulz) -> list[Tensor]:
+    """Newton-Schulz of each matrix, one chain for a shape, times sqrt(max(1, rows / columns))."""
     wide = [m.mT if m.size(0) > m.size(1) else m for m in matrices]
     results = list(matrices)
     for shape in {matrix.shape for matrix in wide}:
@@ -695,27 +687,16 @@ def orthogonalize(matrices: list[Tensor], steps: int, chain: Chain = newton_schu
             results[i] = update.mT * math.sqrt(rows / columns) if rows > columns else update
     return results
 
-def share_by_cost(shapes: list[torch.Size], world_size: int) -> list[list[int]]:
-    """Which matrices each rank orthogonalizes: the dearest one left goes to the least busy rank."""
-    costs = [min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes]
-    shares, loads = [[] for _ in range(world_size)], [0] * world_size
-    for i in sorted(range(len(shapes)), key=lambda i: -costs[i]):
-        rank = loads.index(min(loads))
-        shares[rank].append(i)
-        loads[rank] += costs[i]
-    return shares
-
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalized (Keller Jordan, 2024), for matrices. Each rank holds the
     momentum of its share of them; one collective exchanges all updates, in `dtype`."""
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, backend_steps: int,
-                 dtype: torch.dtype = torch.bfloat16, chain: Chain = newton_schulz) -> None:
-        defaults = dict(lr=lr, base_lr=lr, momentum=momentum, backend_steps=backend_steps)
-        super().__init__(params, defaults)
+                 dtype: torch.dtype = torch.bfloat16, chain: Callable = newton_schulz) -> None:
+        super().__init__(params, dict(lr=lr, base_lr=lr, name="matrix", momentum=momentum,
+                                      backend_steps=backend_steps))
         self.dtype, self.chain = dtype, chain
-        self.rank, self.world_size = 0, 1
-        if dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        ready = dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -735,9 +716,8 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
     def shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """The parameters that each rank orthogonalizes."""
-        shares = share_by_cost([p.shape for p in params], self.world_size)
-        return [[params[i] for i in share] for share in shares]
+        """The parameters that each rank orthogonalizes: number i is for rank i mod W."""
+        return [params[rank :: self.world_size] for rank in range(self.world_size)]
 
     def updates(self, params: list[nn.Parameter], group: dict[str, Any]) -> Tensor:
         """Advance the momentum of these parameters and orthogonalize it: flat, end to end."""
@@ -769,12 +749,12 @@ def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn
     return groups
 
 def build_optimizers(model: nn.Module, hp: Hyperparameters, dtype: torch.dtype,
-                     chain: Chain = newton_schulz) -> list[torch.optim.Optimizer]:
+                     chain: Callable = newton_schulz) -> list[torch.optim.Optimizer]:
     """Adam and Muon for all parameters of a GPT. Each group remembers its full rate, "base_lr"."""
     groups = parameter_groups(model, hp)
     rates = {"embed": hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr,
              "head": hp.head_lr, "scalar": hp.scalar_lr}
-    adam_groups = [dict(params=groups[name], lr=lr, base_lr=lr)
+    adam_groups = [dict(params=groups[name], lr=lr, base_lr=lr, name=name)
                    for name, lr in rates.items() if groups[name]]
     adam = torch.optim.Adam(adam_groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=True)
     if not groups["matrix"]:
@@ -788,18 +768,15 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
     straight down to 0. With WARMDOWN_FRAC over that part of the run, in steps or in time, whatever
     ends first; else over WARMDOWN_ITERS steps, under a cap over their time at the average speed."""
     cap_ms = 1000 * hp.max_wallclock_seconds
-    remaining_ms = max(cap_ms - elapsed_ms, 0.0)
-    remaining_steps = max(hp.iterations - step, 0)
+    remaining_ms, remaining_steps = max(cap_ms - elapsed_ms, 0.0), max(hp.iterations - step, 0)
     if hp.warmdown_frac > 0:
         in_time = remaining_ms / cap_ms if cap_ms > 0 else 1.0
         in_steps = remaining_steps / max(hp.iterations, 1)
         return min(in_time / hp.warmdown_frac, in_steps / hp.warmdown_frac, 1.0)
-    if hp.warmdown_iters <= 0:
-        return 1.0
-    if cap_ms == 0:
+    if hp.warmdown_iters > 0 == cap_ms:
         return min(remaining_steps / hp.warmdown_iters, 1.0)
-    warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)
-    return 1.0 if remaining_ms > warmdown_ms else remaining_ms / warmdown_ms
+    warmdown_ms = max(hp.warmdown_iters, 0) * elapsed_ms / max(step, 1)
+    return 1.0 if remaining_ms >= warmdown_ms else remaining_ms / warmdown_ms
 
 def muon_momentum(hp: Hyperparameters, step: int) -> float:
     """Muon's momentum at step (from 0): a straight line, then MUON_MOMENTUM."""
@@ -874,7 +851,7 @@ class Validation:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Runtime,
-             stride: int = 0) -> float:
+             stride: int = 0, log: Log | None = None) -> float:
     """Mean cross-entropy in nats of tokens[1:], uint16 (n * T + 1,), on every rank, each of which
     scores a part of the windows. They stand side by side or, with a stride, begin so many tokens
     apart: the first window that holds a target scores it, behind at least T - stride tokens."""
@@ -885,16 +862,31 @@ def evaluate(model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Run
     batch = hp.val_batch_size // hp.batch_slots // T  # windows in a forward pass
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     for i in range(first, last, batch):
+        if log is not None:
+            log.status = f"validation: {(i - first) / (last - first):.0%}"
         part = slice(i, min(i + batch, last))
         windows = tokens.unfold(0, T + 1, 1)[begins[part]].to(runtime.device, torch.int64)
         inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        if stride == 0:
-            total += len(windows) * T * model(inputs, targets).double()
-        else:
-            scored = torch.arange(T) >= T - fresh[part, None]
-            losses = model(inputs, targets, "none") * scored.to(runtime.device)
-            total += losses.sum(dtype=torch.float64)
+        scored = torch.arange(T) >= T - fresh[part, None]
+        losses = model(inputs, targets, "none") * scored.to(runtime.device)
+        total += losses.sum(dtype=torch.float64)
     return sum(runtime.gather(total.item())) / num_targets
+
+@torch.no_grad()
+def sample(gpt: GPT, hp: Hyperparameters) -> str:
+    """SAMPLE_PROMPT and what the model writes behind it, up to the end of a document."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=hp.tokenizer_path)
+    generator, ends = torch.Generator().manual_seed(hp.seed), (sp.bos_id(), sp.eos_id())
+    ids = [id for id in (sp.bos_id(), *sp.encode(hp.sample_prompt)) if id >= 0]  # -1: has none
+    for _ in range(hp.sample_tokens):
+        window = torch.tensor([ids[-hp.train_seq_len :]], device=gpt.rotary.device)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # of any length
+            logits = gpt.logits(window)[-1].cpu()
+        odds = F.softmax(logits / max(hp.sample_temperature, 1e-6), dim=0)
+        ids.append(int(torch.multinomial(odds, 1, generator=generator)))
+        if ids[-1] in ends:
+            break
+    return sp.decode(ids)
 
 # ---- Export --------------------------------------------------------------------------------------
 SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
@@ -922,9 +914,9 @@ def quantize_tensor(weight: Tensor, scale_floor: float) -> tuple[Tensor, Tensor]
 def quantize_state_dict_int8(state_dict: Mapping[str, Tensor],
                              keep_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS,
                              scale_floor: float = 1 / 127) -> tuple[dict[str, Any], dict[str, int]]:
-    """The object that an artifact holds, and its statistics: the bytes of its tensors ("payload")
-    and of the state_dict's ("baseline"). Large floating-point tensors become int8, small ones fp16,
-    or fp32 if their name holds one of keep_patterns. Everything else stays as it is."""
+    """The object that an artifact holds, and the bytes of its tensors ("payload") and of the
+    state_dict's ("baseline"). Large floating-point tensors become int8, small ones fp16, or fp32 if
+    their name holds one of keep_patterns. Everything else stays as it is."""
     quantized, scales, dtypes, passthrough, qmeta, original_dtypes = {}, {}, {}, {}, {}, {}
     for name, tensor in state_dict.items():
         tensor = tensor.detach().cpu().contiguous()
@@ -1012,11 +1004,10 @@ def size_limit(gpt: nn.Module) -> int:
     return 16 * sum(p.numel() for p in gpt.parameters()) + 2**24
 
 def read_file(path: str | Path, gpt: nn.Module) -> bytes:
-    """A model's file. Raises FileNotFoundError, or InputError if it is too large to be gpt's."""
-    with readable(path):
-        require(os.path.getsize(path) <= size_limit(gpt),
-                f"{path} is too large for this model: set the knobs of the model in the file")
-        return Path(path).read_bytes()
+    """A model's file. Raises OSError, or InputError if it is too large to be gpt's."""
+    require(os.path.getsize(path) <= size_limit(gpt),
+            f"{path} is too large for this model: set the knobs of the model in the file")
+    return Path(path).read_bytes()
 
 def unpack(data: bytes, path: str | Path, limit: int) -> dict[str, Any]:
     """The dictionary that torch.save wrote, perhaps compressed by zlib, into the file at path.
@@ -1078,7 +1069,8 @@ class Stopwatch:
     def lap(self) -> None:
         """Call after each step. Waits for the one before it: the host stays one step ahead, so that
         its clock follows the device and the device always has work."""
-        previous, self.mark = self.mark, self.runtime.record_event()
+        previous, self.mark = self.mark, torch.get_device_module(self.runtime.device).Event()
+        self.mark.record()
         if previous is not None:
             previous.synchronize()
 
@@ -1219,7 +1211,7 @@ def compiler_problem(device: torch.device) -> str:
     return ""
 
 def compile_and_wrap(gpt: GPT, hp: Hyperparameters, runtime: Runtime,
-                     log: Log) -> tuple[nn.Module, Chain]:
+                     log: Log) -> tuple[nn.Module, Callable]:
     """The model to call, compiled if COMPILE says so, wrapped if distributed; and Newton-Schulz."""
     # On a CPU auto asks for AMX, without which little is gained, and for a run of some length.
     is_long = hp.iterations >= 200 and not 0 < hp.max_wallclock_seconds < 600
@@ -1235,10 +1227,8 @@ def compile_and_wrap(gpt: GPT, hp: Hyperparameters, runtime: Runtime,
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
         chain = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
     if runtime.distributed:
-        device_ids = [runtime.device] if runtime.device.type == "cuda" else None
-        model = nn.parallel.DistributedDataParallel(
-            model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False,
+                                                    gradient_as_bucket_view=True)
     return model, chain
 
 def build_loader(hp: Hyperparameters, runtime: Runtime) -> DistributedTokenLoader:
@@ -1248,8 +1238,9 @@ def build_loader(hp: Hyperparameters, runtime: Runtime) -> DistributedTokenLoade
 
 def train_step(model: nn.Module, loader: DistributedTokenLoader,
                optimizers: list[torch.optim.Optimizer], hp: Hyperparameters,
-               runtime: Runtime) -> Tensor:
-    """One optimizer step of A micro-steps. Returns the mean loss of this rank's tokens."""
+               runtime: Runtime) -> tuple[Tensor, Tensor | float]:
+    """One optimizer step of A micro-steps. Returns the mean loss of this rank's tokens, and the
+    norm of all gradients, where a knob asks for it."""
     A = hp.batch_slots // runtime.world_size  # grad_accum_steps
     total = torch.zeros((), device=runtime.device)
     for micro_step in range(A):
@@ -1259,12 +1250,13 @@ def train_step(model: nn.Module, loader: DistributedTokenLoader,
         loss = model(inputs, targets) * (1 / A)
         loss.backward()
         total += loss.detach()
-    if hp.grad_clip_norm > 0:
-        nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip_norm)
+    norm = 0.0
+    if hp.grad_clip_norm > 0 or hp.tensorboard:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip_norm or math.inf)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return total
+    return total, norm
 
 def warm_up(state: TrainingState) -> None:
     """WARMUP_STEPS whole steps that compile every graph and fill every cache, and are undone."""
@@ -1277,11 +1269,18 @@ def warm_up(state: TrainingState) -> None:
             state.log(f"warmup_step:{step}/{steps}")
     state.restore(start)
 
+def progress(hp: Hyperparameters, step: int, elapsed_ms: float, loss: Tensor) -> str:
+    """What a terminal shows of a run between two lines of its log."""
+    cap_ms, speed = 1000 * hp.max_wallclock_seconds, hp.train_batch_tokens * step / elapsed_ms
+    done = max(step / hp.iterations, elapsed_ms / cap_ms if cap_ms > 0 else 0.0)
+    return (f"step:{step}/{hp.iterations} loss:{loss:.4f} tokens_per_s:{1000 * speed:.0f} "
+            f"left:{elapsed_ms / 1000 * (1 / done - 1):.0f}s")
+
 def train(state: TrainingState, validation: Validation, stop: StopRequest) -> float:
-    """Train until ITERATIONS or the cap, with validation on the way and at the end. Returns the
-    last validation loss. A signal ends the process here, after a checkpoint."""
+    """Train until ITERATIONS, the cap, or a signal (which ends the process). Returns val_loss."""
     hp, runtime, log, stopwatch = state.hp, state.runtime, state.log, state.stopwatch
     begun_at, of = state.step, f"/{hp.iterations}"
+    arrived = coming = torch.zeros(())  # losses on their way to the CPU, for the status
     stop.listen(runtime.distributed)
     runtime.synchronize()
     stopwatch.start()
@@ -1301,9 +1300,10 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> fl
             leave(128 + wanted, runtime)
         if last or (hp.val_loss_every > 0 and step % hp.val_loss_every == 0):
             stopwatch.pause()
-            loss = evaluate(state.model, validation.tokens, hp, runtime)
-            log(f"step:{step}{of} val_loss:{loss:.4f} val_bpb:{validation.bits_per_byte(loss):.4f} "
-                f"{stopwatch.report(step)}{validation.partial}")
+            loss = evaluate(state.model, validation.tokens, hp, runtime, log=log)
+            bpb = validation.bits_per_byte(loss)
+            log(f"step:{step}{of} val_loss:{loss:.4f} val_bpb:{bpb:.4f} {stopwatch.report(step)}"
+                f"{validation.partial}", step, val_loss=loss, val_bpb=bpb)
             if capped:
                 log(f"stopping_early: wallclock_cap train_time:{stopwatch.elapsed_ms():.0f}ms "
                     f"step:{step}{of}")
@@ -1316,21 +1316,27 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> fl
             log(f"warmdown:begun already, since WARMDOWN_ITERS={hp.warmdown_iters} such steps take "
                 "longer than the run: WARMDOWN_FRAC=0.2 would leave 80 % of it at the full rate")
         set_schedule(state.optimizers, factor, muon_momentum(hp, step))
-        rank_loss = train_step(state.model, state.loader, state.optimizers, hp, runtime)
+        known = step > begun_at + 1  # the loss of the step before the last one
+        log.status = progress(hp, step, elapsed_ms, arrived) if known else f"step:{step}{of}"
+        rank_loss, norm = train_step(state.model, state.loader, state.optimizers, hp, runtime)
+        arrived, coming = coming, rank_loss.to("cpu", non_blocking=True)
         stopwatch.lap()
         state.step = done = step + 1
         if hp.train_log_every > 0 and (done <= 10 or done % hp.train_log_every == 0):
             loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-            log(f"step:{done}{of} train_loss:{loss:.4f} {stopwatch.report(done)}")
+            groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+            log(f"step:{done}{of} train_loss:{loss:.4f} {stopwatch.report(done)}", done,
+                train_loss=loss, grad_norm=norm,
+                tokens_per_s=1000 * done * hp.train_batch_tokens / stopwatch.elapsed_ms(),
+                **{f"lr_{group['name']}": group["lr"] for group in groups})
             require_finite("train_loss", loss, done)
 
-def check_replicas(model: nn.Module, optimizers: list[torch.optim.Optimizer], runtime: Runtime,
-                   log: Log) -> None:
+def check_replicas(gpt: GPT, optimizers: list[Any], runtime: Runtime, log: Log) -> None:
     """Raise RuntimeError unless all ranks have the same bits of weights and Adam's step counts."""
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     steps = [int(state["step"]) for state in states if "step" in state]  # Adam's
     digest = hashlib.sha256(str(steps).encode())
-    for tensor in model.state_dict().values():
+    for tensor in gpt.state_dict().values():
         digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
     digests = runtime.gather(digest.digest())
     if strays := [rank for rank, value in enumerate(digests) if value != digests[0]]:
@@ -1344,20 +1350,14 @@ def flops_per_token(hp: Hyperparameters) -> float:
     block = weights + hp.train_seq_len * hp.model_dim
     return 6 * (hp.num_layers * block + hp.vocab_size * hp.model_dim)
 
-def seconds(action: Callable[[], Any], runtime: Runtime) -> float:
-    """How long action keeps the device busy: the best of three."""
-    times = []
-    for _ in range(3):
-        runtime.synchronize()
-        started = time.perf_counter()
-        action()
-        runtime.synchronize()
-        times.append(time.perf_counter() - started)
-    return min(times)
+def seconds(action: Callable[[], Any]) -> float:
+    """How long action keeps the device busy, on average."""
+    from torch.utils.benchmark import Timer  # slow to import
+    names, threads = {"action": action}, torch.get_num_threads()
+    return Timer("action()", globals=names, num_threads=threads).timeit(3).mean
 
 def log_figures(state: TrainingState) -> None:
-    """Memory (of the GPU or, on the CPU, of this process) and speed. The optimizers, and exchanging
-    gradients, are measured here, each alone, on gradients and rates of zero."""
+    """Memory and speed. Updates and gradient exchange are timed here, each alone, with zeros."""
     hp, runtime, log, params = state.hp, state.runtime, state.log, [*state.gpt.parameters()]
     if runtime.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -1368,13 +1368,13 @@ def log_figures(state: TrainingState) -> None:
     step_s = max(state.stopwatch.elapsed_ms() / 1000 / max(state.step, 1), 1e-9)
     side = 4096 if runtime.device.type == "cuda" else 1024
     square = torch.ones(side, side, device=runtime.device, dtype=runtime.dtype)
-    peak = runtime.world_size * 2 * side**3 / seconds(lambda: square @ square, runtime)
+    peak = runtime.world_size * 2 * side**3 / seconds(lambda: square @ square)
     for param in params:
         param.grad = torch.zeros_like(param)
     set_schedule(state.optimizers, 0.0, 0.0)
-    updates = seconds(lambda: [optimizer.step() for optimizer in state.optimizers], runtime)
+    updates = seconds(lambda: [optimizer.step() for optimizer in state.optimizers])
     flat = torch.cat([param.grad.float().flatten() for param in params])
-    exchange_s = seconds(lambda: dist.all_reduce(flat), runtime) if runtime.distributed else 0.0
+    exchange_s = seconds(lambda: dist.all_reduce(flat)) if runtime.distributed else 0.0
     speed, waited = hp.train_batch_tokens / step_s, state.loader.waited / max(state.step, 1)
     log(f"speed: tokens_per_s:{speed:.0f} share_of_peak:{speed * flops_per_token(hp) / peak:.3f} "
         f"data_wait:{waited / step_s:.3f} optimizer:{updates / step_s:.3f} "
@@ -1416,17 +1416,19 @@ def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: 
         f"max_wallclock_seconds:{hp.max_wallclock_seconds:.3f}")
     log(f"seed:{hp.seed}")
 
-def score(model: nn.Module, validation: Validation, hp: Hyperparameters, runtime: Runtime,
-          log: Log) -> dict[str, float]:
+def score(gpt: GPT, model: nn.Module, validation: Validation, hp: Hyperparameters,
+          runtime: Runtime, log: Log) -> dict[str, float]:
     """The last two lines: the score of the model that came back from the artifact."""
     figures, name, partial = {}, "final_int8_zlib_roundtrip", validation.partial
     if stride := hp.eval_stride:
-        loss = evaluate(model, validation.tokens, hp, runtime, stride)
+        loss = evaluate(model, validation.tokens, hp, runtime, stride, log)
         bpb = validation.bits_per_byte(loss)
         log(f"{name}_sliding stride:{stride} val_loss:{loss:.8f} val_bpb:{bpb:.8f}{partial}")
         figures = dict(sliding_val_loss=loss, sliding_val_bpb=bpb)
+    if hp.sample_prompt and runtime.rank == 0:
+        log(f"sample:{sample(gpt, hp)!r}")
     started = time.perf_counter()
-    loss = evaluate(model, validation.tokens, hp, runtime)
+    loss = evaluate(model, validation.tokens, hp, runtime, log=log)
     eval_ms, bpb = 1000 * (time.perf_counter() - started), validation.bits_per_byte(loss)
     log(f"{name} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{eval_ms:.0f}ms{partial}")
     log(f"{name}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}{partial}")
@@ -1435,13 +1437,12 @@ def score(model: nn.Module, validation: Validation, hp: Hyperparameters, runtime
 def write_result(hp: Hyperparameters, runtime: Runtime, figures: Mapping[str, Any]) -> None:
     """OUTPUT_DIR/final_result.json: what was run, where, on which data, and what came of it."""
     gpu = torch.cuda.get_device_name() if runtime.device.type == "cuda" else None
-    device, dtype = str(runtime.device), str(runtime.dtype)
-    machine = dict(platform=platform.platform(), cpus=os.cpu_count(), gpu=gpu, device=device,
-                   dtype=dtype, world_size=runtime.world_size)
+    machine = dict(platform=platform.platform(), cpus=os.cpu_count(), device=str(runtime.device),
+                   gpu=gpu, dtype=str(runtime.dtype), world_size=runtime.world_size)
     versions = dict(python=platform.python_version(), torch=torch.__version__,
                     numpy=np.__version__, sentencepiece=sentencepiece.__version__)
-    result = {**figures, "versions": versions, "machine": machine, "knobs": asdict(hp),
-              "dataset": dataset_fingerprint(hp)}
+    result = dict(**figures, versions=versions, machine=machine, knobs=asdict(hp),
+                  dataset=dataset_fingerprint(hp))
     write_file(Path(hp.output_dir) / "final_result.json", json.dumps(result, indent=1).encode())
 
 def run(hp: Hyperparameters, runtime: Runtime, stop: StopRequest) -> None:
@@ -1451,16 +1452,15 @@ def run(hp: Hyperparameters, runtime: Runtime, stop: StopRequest) -> None:
     loader = None if hp.eval_only else runtime.together(build_loader, hp, runtime)
     token_bytes = runtime.together(load_tokenizer, hp)
     validation = runtime.together(Validation.load, hp, token_bytes)
-    takes_groups = choose_attention(hp, runtime)
-    seed_everything(hp.seed)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):  # the last one: CPU and CUDA
+        seed(hp.seed)
     gpt = GPT(hp, runtime.dtype).to(runtime.device)
-    for block in gpt.blocks:
-        block.attn.takes_groups = takes_groups
+    choose_attention(gpt, hp, runtime)
     log_run(hp, runtime, validation, gpt, log)
     if hp.eval_only:
         data = runtime.on_rank_0(read_file, hp.eval_only, gpt)
         runtime.together(load_weights, gpt, data, hp.eval_only)
-        score(compile_and_wrap(gpt, hp, runtime, log)[0], validation, hp, runtime, log)
+        score(gpt, compile_and_wrap(gpt, hp, runtime, log)[0], validation, hp, runtime, log)
         return
     model, chain = compile_and_wrap(gpt, hp, runtime, log)
     optimizers = build_optimizers(gpt, hp, runtime.dtype, chain)
@@ -1476,11 +1476,10 @@ def run(hp: Hyperparameters, runtime: Runtime, stop: StopRequest) -> None:
     log_figures(state)
     artifact, sizes = runtime.on_rank_0(export, gpt, hp, log)
     load_weights(gpt, artifact, "final_model.int8.ptz")
-    train_ms = state.stopwatch.elapsed_ms()
+    train_ms, bpb = state.stopwatch.elapsed_ms(), validation.bits_per_byte(loss)
     figures = dict(steps=state.step, train_ms=train_ms, step_avg_ms=train_ms / max(state.step, 1),
-                   val_loss=loss, val_bpb=validation.bits_per_byte(loss),
-                   partial=validation.partial, **sizes)
-    figures |= score(model, validation, hp, runtime, log)
+                   val_loss=loss, val_bpb=bpb, partial=validation.partial, **sizes)
+    figures |= score(gpt, model, validation, hp, runtime, log)
     runtime.on_rank_0(write_result, hp, runtime, figures)
 
 def main() -> None:

@@ -46,7 +46,7 @@ def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.open_runtime(hp, os.environ)
-    train_gpt.seed_everything(hp.seed)
+    torch.manual_seed(hp.seed)
     gpt = train_gpt.GPT(hp, runtime.dtype)
     model, _ = train_gpt.compile_and_wrap(gpt, hp, runtime, lambda line: None)
     counter = [0]
@@ -57,7 +57,7 @@ def main() -> None:
     validation = validation_losses(model, hp, runtime)
     losses = []
     for _ in range(num_steps):
-        rank_loss = train_gpt.train_step(model, loader, optimizers, hp, runtime)
+        rank_loss, _ = train_gpt.train_step(model, loader, optimizers, hp, runtime)
         losses.append(sum(runtime.gather(rank_loss.item())) / runtime.world_size)
     momenta = [len(optimizer.state) for optimizer in optimizers[1:]]
     result = {

@@ -16,7 +16,6 @@ from train_gpt import (
     build_optimizers,
     evaluate,
     load_tokenizer,
-    seed_everything,
     train_step,
 )
 
@@ -48,7 +47,7 @@ def one_batch(hp):
     """Gradients and loss of the first step's tokens as one batch."""
     loader = DistributedTokenLoader(f"{hp.data_path}/fineweb_train_*.bin", 0, 1, "cpu")
     slots = [loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, 8) for _ in range(8)]
-    seed_everything(hp.seed)
+    torch.manual_seed(hp.seed)
     gpt = GPT(hp, torch.float32)
     loss = gpt(torch.cat([x for x, _ in slots]), torch.cat([y for _, y in slots]))
     loss.backward()
@@ -58,18 +57,18 @@ def one_batch(hp):
 @pytest.fixture(scope="module")
 def alone(hp):
     """Weights and losses of the same steps in this process, without any process group."""
-    seed_everything(hp.seed)
+    torch.manual_seed(hp.seed)
     gpt = GPT(hp, torch.float32)
     optimizers = build_optimizers(gpt, hp, torch.float32)
     loader = DistributedTokenLoader(f"{hp.data_path}/fineweb_train_*.bin", 0, 1, "cpu")
-    losses = [train_step(gpt, loader, optimizers, hp, ALONE).item() for _ in range(STEPS)]
+    losses = [train_step(gpt, loader, optimizers, hp, ALONE)[0].item() for _ in range(STEPS)]
     return gpt.state_dict(), losses
 
 
 @pytest.mark.parametrize("limit, norm", [(0.0, 0.65), (0.01, 0.01), (100.0, 0.65)])
 def test_the_global_norm_is_clipped_after_accumulation(hp, limit, norm):
     """The norm of this model's first gradient is 0.65; 0 means off."""
-    seed_everything(hp.seed)
+    torch.manual_seed(hp.seed)
     gpt = GPT(hp, torch.float32)
     keeper = GradientKeeper(gpt)
     loader = DistributedTokenLoader(hp.train_files, 0, 1, "cpu")
@@ -96,7 +95,7 @@ def test_slots_change_memory_not_the_gradient(hp, slots):
         loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, slots) for _ in range(slots)
     ]
     assert loader.position == (0, hp.train_batch_tokens + slots)
-    seed_everything(hp.seed)
+    torch.manual_seed(hp.seed)
     gpt = GPT(hp, torch.float32)
     gpt(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
     expected = {name: p.grad.clone() for name, p in gpt.named_parameters()}
@@ -109,7 +108,7 @@ def test_slots_change_memory_not_the_gradient(hp, slots):
 
 
 def test_validation_is_the_same_for_every_world_and_batch(ranks, hp):
-    seed_everything(hp.seed)
+    torch.manual_seed(hp.seed)
     gpt = GPT(hp, torch.float32)
     tokens = Validation.load(hp, load_tokenizer(hp)).tokens
     whole, short = (evaluate(gpt, part, hp, ALONE) for part in (tokens, tokens[:33]))

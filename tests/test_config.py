@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from train_gpt import PRESETS, Hyperparameters, InputError, read_topology, share_threads
+from train_gpt import PRESETS, Hyperparameters, InputError, open_runtime, read_topology
 
 PATTERNS = (
     "attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
@@ -69,6 +69,10 @@ OURS = {  # all off, or as the contract has it
     "EVAL_STRIDE": 0,
     "WARMDOWN_FRAC": 0.0,
     "INT8_SCALE_FLOOR": 1 / 127,
+    "TENSORBOARD": False,
+    "SAMPLE_PROMPT": "",
+    "SAMPLE_TOKENS": 64,
+    "SAMPLE_TEMPERATURE": 0.8,
 }
 
 
@@ -206,7 +210,8 @@ def test_processes_of_one_cpu_share_its_cores(processes, omp, shared):
     before, environ = torch.get_num_threads(), {"LOCAL_WORLD_SIZE": processes}
     try:
         torch.set_num_threads(5)
-        share_threads(environ if omp is None else {**environ, "OMP_NUM_THREADS": omp})
+        environ |= {} if omp is None else {"OMP_NUM_THREADS": omp}
+        open_runtime(Hyperparameters(device="cpu"), environ)
         share = max(len(os.sched_getaffinity(0)) // int(processes), 1)
         assert torch.get_num_threads() == (share if shared else 5)
     finally:

@@ -79,7 +79,7 @@ def test_the_readmes_table_has_every_knob_with_its_default():
         for field in dataclasses.fields(Hyperparameters)
     }
     expected["RUN_ID"] = "a random uuid4"
-    expected |= dict.fromkeys(("PRESET", "RESUME", "EVAL_ONLY"), "none")
+    expected |= dict.fromkeys(("PRESET", "RESUME", "EVAL_ONLY", "SAMPLE_PROMPT"), "none")
     expected["INT8_KEEP_FLOAT_FP32_NAME_PATTERNS"] = "as above"
     assert dict(rows) == expected and len(rows) == len(expected)
 

@@ -62,7 +62,7 @@ def test_a_foreign_or_empty_file_names_itself(tmp_path, content):
 
 
 def test_a_folder_in_the_place_of_a_shard(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         load_data_shard(tmp_path)
 
 

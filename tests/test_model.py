@@ -15,7 +15,6 @@ from train_gpt import (
     apply_rotary,
     rms_norm,
     rotary_tables,
-    seed_everything,
 )
 
 SMALL = dict(
@@ -25,7 +24,7 @@ SMALL = dict(
 
 def build(dtype=torch.float32, seed=0, **knobs) -> tuple[GPT, Hyperparameters]:
     hp = Hyperparameters(**{**SMALL, **knobs})
-    seed_everything(seed)
+    torch.manual_seed(seed)
     return GPT(hp, dtype), hp
 
 

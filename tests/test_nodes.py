@@ -55,7 +55,7 @@ def test_two_nodes_that_share_no_files(tmp_path, dataset, tokenizer, knobs):
 
 def test_a_rank_that_raises_takes_the_run_down_with_its_own_error_last(tmp_path, knobs):
     """A copy of the script whose rank 2 breaks in step 4, as one that a reader has edited may."""
-    anchor = "        rank_loss = train_step("
+    anchor = "        rank_loss, norm = train_step("
     source = SCRIPT.read_text()
     assert source.count(anchor) == 1
     fault = "        assert runtime.rank != 2 or step < 3, 'the fault of rank 2'\n"

@@ -16,7 +16,6 @@ from train_gpt import (
     newton_schulz,
     orthogonalize,
     parameter_groups,
-    share_by_cost,
 )
 
 SHAPES = [(16, 16), (8, 32), (32, 8), (16, 16), (8, 32), (1, 5), (2, 40)]
@@ -90,13 +89,13 @@ def test_updates_pass_through_the_given_dtype():
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 64])
 def test_the_work_is_shared_completely_and_evenly(world_size):
     hp = Hyperparameters()
-    shapes = [p.shape for p in parameter_groups(GPT(hp), hp)["matrix"]]
-    shares = share_by_cost(shapes, world_size)
-    assert sorted(i for share in shares for i in share) == list(range(54))
-    costs = [
-        sum(min(shapes[i]) ** 2 * (2 * max(shapes[i]) + min(shapes[i])) for i in share)
-        for share in shares
-    ]
+    matrices = parameter_groups(GPT(hp), hp)["matrix"]
+    muon = Muon(matrices, lr=1.0, momentum=0.0, backend_steps=5)
+    muon.world_size = world_size
+    shares = muon.shares(matrices)
+    assert sorted(id(p) for share in shares for p in share) == sorted(map(id, matrices))
+    costs = [sum(min(p.shape) ** 2 * (2 * max(p.shape) + min(p.shape)) for p in share)
+             for share in shares]  # fmt: skip
     if world_size <= 8:
         assert max(costs) < 1.25 * sum(costs) / world_size
 

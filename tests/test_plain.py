@@ -7,7 +7,7 @@ import torch
 
 import train_gpt
 from tests.benchmarks import plain
-from train_gpt import GPT, Hyperparameters, Runtime, build_optimizers, seed_everything
+from train_gpt import GPT, Hyperparameters, Runtime, build_optimizers
 
 STEPS = 200
 
@@ -16,12 +16,14 @@ def losses(hp: Hyperparameters, seed: int, fast: bool) -> torch.Tensor:
     """The losses of STEPS steps in bf16, from the weights of a seed: (STEPS,)."""
     cpu = torch.device("cpu")
     runtime = Runtime(0, 1, 0, False, cpu, torch.bfloat16)
-    seed_everything(seed)
+    torch.manual_seed(seed)
     gpt = GPT(hp)
     if fast:
         optimizers = build_optimizers(gpt, hp, torch.bfloat16)
         loader = train_gpt.build_loader(hp, runtime)
-        steps = [train_gpt.train_step(gpt, loader, optimizers, hp, runtime) for _ in range(STEPS)]
+        steps = [
+            train_gpt.train_step(gpt, loader, optimizers, hp, runtime)[0] for _ in range(STEPS)
+        ]
         return torch.stack(steps)
     model = plain.PlainGPT.like(gpt, hp)
     optimizers = plain.PlainOptimizers(model, hp)

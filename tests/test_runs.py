@@ -21,7 +21,6 @@ from train_gpt import (
     evaluate,
     load_tokenizer,
     load_weights,
-    seed_everything,
 )
 
 ALONE = Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32)
@@ -140,7 +139,7 @@ def test_the_run_is_the_schedule_and_the_steps_by_hand(single, knobs):
     """Learning rate and momentum at step s, counted from 0, in a loop written out here."""
     folder, _ = single
     hp = Hyperparameters.from_env(knobs)
-    seed_everything(hp.seed)
+    torch.manual_seed(hp.seed)
     gpt = GPT(hp, torch.float32)
     adam, muon = build_optimizers(gpt, hp, torch.float32)
     loader = DistributedTokenLoader(hp.train_files, 0, 1, "cpu")
@@ -340,11 +339,11 @@ def test_what_only_one_rank_lacks_is_an_error_on_rank_0(tmp_path, knobs):
 )
 def test_replicas_that_differ_fail_the_run(tmp_path, knobs, change):
     program = f"""
-import os, train_gpt
+import os, torch, train_gpt
 hp = train_gpt.Hyperparameters.from_env(os.environ)
 try:
     runtime = train_gpt.open_runtime(hp, os.environ)
-    train_gpt.seed_everything(1)
+    torch.manual_seed(1)
     gpt = train_gpt.GPT(hp, runtime.dtype)
     model, _ = train_gpt.compile_and_wrap(gpt, hp, runtime, print)
     optimizers = train_gpt.build_optimizers(gpt, hp, runtime.dtype)

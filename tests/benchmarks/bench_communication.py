@@ -47,8 +47,8 @@ def loopback_bytes() -> int:
 def largest_share(gpt: torch.nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> int:
     """The bytes of the largest rank's updates in bf16: every rank sends as many."""
     params = optimizer.param_groups[0]["params"]
-    shares = train_gpt.share_by_cost([p.shape for p in params], world_size)
-    return max(sum(2 * params[i].numel() for i in share) for share in shares)
+    shares = [params[rank::world_size] for rank in range(world_size)]
+    return max(sum(2 * p.numel() for p in share) for share in shares)
 
 
 def collectives(trace: Path) -> dict[str, tuple[int, int]]:
@@ -71,7 +71,7 @@ def count_steps(folder: Path, num_steps: int) -> NoReturn:
     """One rank, under torchrun. Rank 0 leaves its counts in FOLDER/counts.json."""
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.open_runtime(hp, os.environ)
-    train_gpt.seed_everything(hp.seed)
+    torch.manual_seed(hp.seed)
     gpt = train_gpt.GPT(hp, runtime.dtype)
     model, chain = train_gpt.compile_and_wrap(gpt, hp, runtime, lambda line: None)
     optimizers = train_gpt.build_optimizers(gpt, hp, runtime.dtype, chain)

@@ -53,7 +53,7 @@ def peak_flops(runtime: train_gpt.Runtime) -> float:
     """Of one device, in a large matrix product in the trainer's dtype."""
     side = 8192 if runtime.device.type == "cuda" else 2048
     square = torch.ones(side, side, device=runtime.device, dtype=runtime.dtype)
-    return 2 * side**3 / train_gpt.seconds(lambda: square @ square, runtime)
+    return 2 * side**3 / train_gpt.seconds(lambda: square @ square)
 
 
 def measure(steps: dict, rounds: int, runtime: train_gpt.Runtime) -> dict[str, tuple[float, float]]:
@@ -83,11 +83,9 @@ def main() -> None:
         runtime = train_gpt.open_runtime(hp, os.environ)
         say = print if runtime.rank == 0 else str
         peak = peak_flops(runtime)
-        takes_groups = train_gpt.choose_attention(hp, runtime)
-        train_gpt.seed_everything(hp.seed)
+        torch.manual_seed(hp.seed)
         gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
-        for block in gpt.blocks:
-            block.attn.takes_groups = takes_groups
+        train_gpt.choose_attention(gpt, hp, runtime)
         plain_gpt = plain_model = plain.PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
         plain_optimizers = plain.PlainOptimizers(plain_gpt, hp)
         if runtime.distributed:

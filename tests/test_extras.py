@@ -1,0 +1,187 @@
+"""What a run can show besides its lines: curves, text of its own, a status on a terminal."""
+
+import dataclasses
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+import sentencepiece
+import torch
+from conftest import SCRIPT, process_environ, run_script
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.benchmarks import plot_loss
+from train_gpt import GPT, Hyperparameters, sample
+
+LAST = ("final_int8_zlib_roundtrip ", "final_int8_zlib_roundtrip_exact ")
+
+
+def on_a_terminal(folder, environ) -> tuple[int, str]:
+    """Exit code of the script and what it sends to a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT)],
+        cwd=folder,
+        env=process_environ(environ, 1),
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(theirs)
+    parts = []
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # so Linux says that the other end is closed
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(ours)
+    errors = process.communicate(timeout=60)[1]
+    assert errors == ""
+    return process.returncode, b"".join(parts).decode()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory, knobs):
+    """Folder and terminal of a run with everything on, long enough for the status to show."""
+    folder = tmp_path_factory.mktemp("shown")
+    environ = {
+        **knobs,
+        "TENSORBOARD": "1",
+        "SAMPLE_PROMPT": "The import statement",
+        "SAMPLE_TOKENS": "12",
+        "ITERATIONS": "200",
+        "TRAIN_LOG_EVERY": "100",
+        "VAL_LOSS_EVERY": "100",
+        "GRAD_CLIP_NORM": "0.5",
+    }
+    code, terminal = on_a_terminal(folder, environ)
+    assert code == 0, terminal
+    return folder, terminal
+
+
+def test_the_status_comes_and_goes_between_the_lines(shown):
+    folder, terminal = shown
+    status = r"\x1b\[K([^\r\n]*) [|/\\-]\r(?!\n)"
+    texts = re.findall(status, terminal)
+    form = r"step:\d+/200 loss:\d\.\d{4} tokens_per_s:\d+ left:\d+s"
+    assert any(re.fullmatch(form, text) for text in texts)
+    others = r"step:\d+/200|validation: \d+%"
+    assert all(re.fullmatch(f"{form}|{others}", text) for text in texts)
+    assert len(set(texts)) > 2
+    rest = re.sub(status, "", terminal)
+    lines = [line.removeprefix("\x1b[K") for line in rest.splitlines()]
+    assert "\x1b" not in "".join(lines)
+    log = (folder / "logs" / "test.txt").read_text()
+    assert log.endswith("\n" + "\n".join(lines) + "\n")
+    assert terminal.endswith("\r\n") and lines[-1].startswith(LAST[1])
+
+
+def test_the_curves(shown):
+    folder, _ = shown
+    log = (folder / "logs" / "test.txt").read_text()
+    events = EventAccumulator(str(folder / "tensorboard" / "test")).Reload()
+    assert set(events.Tags()["scalars"]) == {
+        "train_loss",
+        "grad_norm",
+        "tokens_per_s",
+        "val_loss",
+        "val_bpb",
+        *(f"lr_{name}" for name in ("embed", "scalar", "matrix")),
+    }
+    for name in ("train_loss", "val_loss", "val_bpb"):
+        logged = re.findall(rf"step:(\d+)/200 .*{name}:(\S+)", log)
+        points = [(str(event.step), f"{event.value:.4f}") for event in events.Scalars(name)]
+        assert points == logged and len(points) >= 3
+    rates = {event.step: event.value for event in events.Scalars("lr_matrix")}
+    assert rates[10] == pytest.approx(0.04) and rates[200] == pytest.approx(0.04 / 4)
+    assert all(event.value > 0 for event in events.Scalars("tokens_per_s"))
+    # The norm before it is cut down to 0.5.
+    assert max(event.value for event in events.Scalars("grad_norm")) > 0.5
+
+
+def test_the_text_comes_from_the_artifact_and_from_the_seed(shown, knobs, tmp_path):
+    folder, terminal = shown
+    lines = [line.removeprefix("\x1b[K") for line in terminal.splitlines()]
+    (index,) = [i for i, line in enumerate(lines) if line.startswith("sample:")]
+    assert lines[index].startswith("sample:'The import statement")
+    assert lines[-2].rsplit("\x1b[K", 1)[-1].startswith(LAST[0]) and index < len(lines) - 2
+    environ = {
+        **knobs,
+        "SAMPLE_PROMPT": "The import statement",
+        "SAMPLE_TOKENS": "12",
+        "EVAL_ONLY": str(folder / "final_model.int8.ptz"),
+    }
+    again = run_script(tmp_path, environ)
+    assert again.returncode == 0, again.stderr
+    assert lines[index] in again.stdout.splitlines()
+    assert [s for s in again.stdout.splitlines() if s.startswith(LAST[1])] == lines[-1:]
+
+
+def test_sampling_follows_the_model_to_the_end_of_the_document(knobs, tokenizer):
+    """A real model made to know one chain: from the prompt's last token to 300, 301 and BOS."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    V, prompt = sp.vocab_size(), sp.encode("with")
+    wide = {"MODEL_DIM": str(V), "NUM_LAYERS": "1", "TIE_EMBEDDINGS": "0"}
+    hp = Hyperparameters.from_env({**knobs, **wide, "SAMPLE_PROMPT": "with"})
+    gpt = GPT(hp, torch.float32)
+    gpt.tok_emb.weight.data = torch.eye(V)
+    for before, after in ((prompt[-1], 300), (300, 301), (301, sp.bos_id())):
+        gpt.lm_head.weight.data[after, before] = 30
+    assert sample(gpt, hp) == sp.decode([*prompt, 300, 301])
+    gpt.lm_head.weight.data[301, 300], gpt.lm_head.weight.data[300, 300] = 0, 30
+    assert sample(gpt, hp) == sp.decode([*prompt] + [300] * 64)
+
+
+def test_sampling_by_seed_temperature_and_length(knobs):
+    hp = Hyperparameters.from_env({**knobs, "SAMPLE_PROMPT": "with", "SAMPLE_TOKENS": "40"})
+    torch.manual_seed(0)
+    gpt = GPT(hp, torch.float32)
+    gpt.tok_emb.weight.data.normal_(std=0.05)
+    texts = {
+        name: [sample(gpt, dataclasses.replace(hp, seed=seed, **other)) for seed in (1, 1, 2)]
+        for name, other in {
+            "warm": {},
+            "cold": {"sample_temperature": 0.0},
+            "long": {"sample_tokens": 80},  # the window is TRAIN_SEQ_LEN=32
+            "none": {"sample_tokens": 0},
+        }.items()
+    }
+    assert texts["warm"][0] == texts["warm"][1] != texts["warm"][2]
+    assert len(set(texts["cold"])) == 1 and texts["none"] == ["with"] * 3
+    assert texts["long"][0].startswith(texts["warm"][0][:40])
+
+
+def test_without_the_package_one_line_says_what_to_install(tmp_path, knobs):
+    (tmp_path / "tensorboard.py").write_text("raise ImportError('broken')")
+    environ = {**knobs, "TENSORBOARD": "1", "PYTHONPATH": str(tmp_path)}
+    result = run_script(tmp_path, environ)
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr == ("ValueError: TENSORBOARD=1 needs a package: pip install tensorboard\n")
+
+
+def test_a_run_without_these_knobs_leaves_no_trace_of_them(tmp_path, knobs):
+    result = run_script(tmp_path, {**knobs, "ITERATIONS": "1", "WARMUP_STEPS": "0"})
+    assert result.returncode == 0 and "sample:" not in result.stdout
+    assert "\x1b" not in result.stdout and not (tmp_path / "tensorboard").exists()
+    knobs = json.loads((tmp_path / "final_result.json").read_text())["knobs"]
+    assert knobs["sample_prompt"] == "" and knobs["tensorboard"] is False
+
+
+def test_the_picture_of_a_run(shown, tmp_path):
+    log = shown[0] / "logs" / "test.txt"
+    curves = plot_loss.read_log(log)
+    logged = re.findall(r"^step:(\d+)/200 val_loss:(\S+)", log.read_text(), re.M)
+    assert [(str(step), f"{loss:.4f}") for step, _, loss in curves.val] == logged
+    assert [step for step, *_ in curves.train] == [*range(1, 11), 100, 200]
+    picture = tmp_path / "loss.svg"
+    plot_loss.draw({"one": curves, "other": curves}, picture, "seconds")
+    assert f"other, validation, {curves.bits_per_byte:.4f} bits per byte" in picture.read_text()
+    with pytest.raises(ValueError, match="has no line with a loss"):
+        plot_loss.read_log(SCRIPT)
