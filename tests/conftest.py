@@ -16,10 +16,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 
 VOCAB_SIZE = 384
 TEXTS = [topics[name] for name in sorted(topics)][:40]
+
+
+def pytest_configure() -> None:
+    """Two files at a time share the cores. (Benchmarks import this file, too, and need all.)"""
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 
 
 def train_tokenizer(**settings) -> bytes:

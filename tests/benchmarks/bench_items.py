@@ -133,6 +133,7 @@ class Way:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
+        """Plain forms under the names of fast ones, for a while."""
         with contextlib.ExitStack() as stack:
             for name, value in self.replaced.items():
                 stack.enter_context(mock.patch.object(train_gpt, name, value))
@@ -145,19 +146,19 @@ class Way:
             torch.manual_seed(hp.seed)
             gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
             train_gpt.choose_attention(gpt, hp, runtime)
-            loader, other_loader = (train_gpt.build_loader(hp, runtime) for _ in range(2))
+            loader = train_gpt.build_loader(hp, runtime)
         wrapper = replace(runtime, distributed=runtime.distributed and not self.ddp)
         model, chain = train_gpt.compile_and_wrap(gpt, hp, wrapper, log)
         if self.ddp:
-            ids = [runtime.device] if runtime.device.type == "cuda" else None
-            model = DistributedDataParallel(model, ids, broadcast_buffers=False, **self.ddp)
-            # static_graph learns the graph from the first backward pass: it must send gradients.
-            A = hp.batch_slots // runtime.world_size
-            model(*other_loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, A)).backward()
+            model = DistributedDataParallel(model, broadcast_buffers=False, **self.ddp)
+            # static_graph learns from the first backward pass, which must send its gradients.
+            other, A = train_gpt.build_loader(hp, runtime), hp.batch_slots // runtime.world_size
+            model(*other.next_batch(hp.train_batch_tokens, hp.train_seq_len, A)).backward()
             model.zero_grad(set_to_none=True)
         return model, loader, train_gpt.build_optimizers(gpt, hp, runtime.dtype, chain), hp, runtime
 
     def take_turn(self, step: tuple) -> None:
+        """What is timed."""
         with self.in_place():
             for _ in range(self.steps):
                 train_gpt.train_step(*step)
@@ -170,7 +171,7 @@ ITEMS = {  # with the item, without it
     "casts": (TRAINER, Way(dict(GPT=AutocastGPT, linear=F.linear))),
     "scales": (TRAINER, Way(dict(CausalSelfAttention=ScaledAttention, MLP=ScaledMLP))),
     "qkv": (TRAINER, Way(dict(CausalSelfAttention=ThreeProductAttention))),
-    "muon": (TRAINER, Way(dict(orthogonalize=orthogonalize_singly))),
+    "newton_schulz": (TRAINER, Way(dict(orthogonalize=orthogonalize_singly))),
     "groups": (TRAINER, Way(dict(attend=attend_repeating))),
     "loader": (TRAINER, Way(dict(DistributedTokenLoader=ReadingLoader))),
     "item": (Way(steps=4), Way(dict(train_step=fetching_step), steps=4)),
@@ -221,13 +222,13 @@ def main() -> None:
             step = way.build(hp, runtime, say if way is TRAINER else str)
             steps[way] = partial(way.take_turn, step)
         results = bench_step.measure(steps, args.rounds, runtime)
-    say(f"{'item':12} {'ms with':>9} {'without':>9} {'ratio':>6}")
+    say(f"{'item':13} {'ms with':>9} {'without':>9} {'ratio':>6}")
     for name in args.only:
         if name in reasons:
-            say(f"{name:12} not here: {reasons[name]}")
+            say(f"{name:13} not here: {reasons[name]}")
         else:
             ms, undone = (results[way][0] / way.steps for way in ITEMS[name])
-            say(f"{name:12} {ms:9.1f} {undone:9.1f} {undone / ms:6.3f}")
+            say(f"{name:13} {ms:9.1f} {undone:9.1f} {undone / ms:6.3f}")
     train_gpt.leave(0, runtime)
 
 
