@@ -12,6 +12,7 @@ trainer's own line of figures (waiting for data, optimizer, gradient exchange).
 """
 
 import argparse
+import ctypes
 import os
 import re
 import statistics
@@ -44,6 +45,7 @@ def held_bytes(device: torch.device, reset: bool) -> int:
             return torch.cuda.memory_allocated()
         return torch.cuda.max_memory_allocated()
     if reset:
+        ctypes.CDLL(None).malloc_trim(0)  # else what earlier steps freed counts as held
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins here
     field = "VmRSS" if reset else "VmHWM"
     return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
