@@ -172,8 +172,9 @@ class Hyperparameters:
             ("device", self.device in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
             ("dtype", self.dtype in ("auto", "bf16", "fp32"), "auto, bf16 or fp32"),
             ("compile", self.compile in ("auto", "1", "0"), "auto, 1 or 0"),
-            ("run_id", "" != Path(self.run_id).name == self.run_id != "..", "a plain file name"),
-            ("run_id", len(self.run_id) <= 200, "at most 200 characters long"),
+            ("run_id", "" != Path(self.run_id).name[:200] == self.run_id != "..",
+             "a plain file name of at most 200 characters"),
+            ("sample_prompt", not any("\ud7ff" < c < "\ue000" for c in self.sample_prompt), "text"),
             ("seed", self.seed < 2**32, "below 2**32"),
             ("vocab_size", self.vocab_size <= 2**16, "at most 65536: tokens are uint16"),
             ("warmdown_frac", self.warmdown_frac <= 1, "at most 1"),
@@ -315,7 +316,7 @@ def leave(code: int, runtime: Runtime | None = None) -> NoReturn:
     if runtime is not None and runtime.distributed:
         dist.barrier()
         dist.destroy_process_group()
-    sys.stdout.flush()
+    print(end="", flush=True)
     if "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)
@@ -334,7 +335,7 @@ def leave_after_error(error: Exception, environ: Mapping[str, str], stop: StopRe
         # torchrun ends all ranks when one leaves: the cause of it all is reported first.
         if waits and stop.wait(10):
             leave(128 + stop.signal)
-        print(text, file=sys.stderr)
+        print("\x1b[K" * os.isatty(2) + text, file=sys.stderr)  # over the status
         if file := environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it as its last words
             extra = {"timestamp": str(int(time.time()))}
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
@@ -379,14 +380,14 @@ class Log:
     status = ""  # what a terminal shows below the last line, until the next one
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime) -> None:
-        self.on_terminal, self.lock = sys.stdout.isatty(), threading.Lock()
+        self.on_terminal, self.lock = os.isatty(1), threading.Lock()
         if runtime.rank != 0:
             return
         path = Path(hp.output_dir) / "logs" / f"{hp.run_id}.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=hp.output_dir).close()  # the model's files come much later
-            if hp.tensorboard:
+            if hp.tensorboard and not hp.eval_only:
                 from torch.utils.tensorboard import SummaryWriter
                 self.curves = SummaryWriter(Path(hp.output_dir) / "tensorboard" / hp.run_id)
             self.file = open(path, "a", encoding="utf-8", buffering=1)
@@ -402,21 +403,21 @@ class Log:
 
     def __call__(self, line: str, step: int = 0, **curves: float) -> None:
         if self.file is not None:
-            with self.lock, contextlib.suppress(OSError):  # a lost terminal, as a full disk,
-                self.status = ""  # costs lines, not the run
-                print(f"\x1b[K{line}" if self.on_terminal else line, flush=True)
+            # A lost terminal or a full disk costs lines and curves, not the run.
+            with self.lock, contextlib.suppress(OSError, UnicodeError):
+                clear, self.status = "\x1b[K" * bool(self.on_terminal and self.status), ""
+                print(clear + line, flush=True)
             with contextlib.suppress(OSError):
                 self.file.write(line + "\n")
-        if curves and self.curves is not None:
-            for name, value in curves.items():
-                self.curves.add_scalar(name, value, step)
-            self.curves.flush()
+                for name, value in curves.items() if self.curves is not None else ():
+                    self.curves.add_scalar(name, value, step)
+                    self.curves.flush()
 
     def show_status(self) -> None:
         """For ever. A sign turns beside it, which is all that moves during a long step."""
         while True:
             time.sleep(0.25)
-            with self.lock:
+            with self.lock, contextlib.suppress(OSError):
                 if self.status:
                     text = self.status[: (os.get_terminal_size().columns or 80) - 3]
                     sign = "|/-\\"[int(4 * time.monotonic()) % 4]
@@ -441,16 +442,15 @@ def find_shards(pattern: str) -> list[Path]:
     raise FileNotFoundError(f"DATA_PATH has no {pattern}\n{WAYS_TO_DATA}")
 
 def load_data_shard(path: str | Path) -> Tensor:
-    """The tokens of a shard, a uint16 tensor (n,), mapped into memory rather than read. Raises
-    InputError naming the file if its header or its size is wrong."""
+    """The tokens of a shard, a uint16 tensor (n,), mapped into memory rather than read; writing to
+    it leaves the file alone. Raises InputError naming the file for a wrong header or size."""
     header, size = np.fromfile(path, "<i4", SHARD_HEADER_BYTES // 4), os.path.getsize(path)
     magic, version, num_tokens, *_ = [*header.tolist(), 0, 0, 0]
     expected = SHARD_HEADER_BYTES + 2 * num_tokens
     require((magic, version) == (SHARD_MAGIC, SHARD_VERSION), f"{path}: no token shard (magic "
             f"{magic}, version {version}, not {SHARD_MAGIC}, {SHARD_VERSION}): get the file again")
-    require(size == expected, f"{path}: {size} bytes, but its header promises {num_tokens} tokens "
-            f"in {expected} bytes: get the file again")
-    # Not shared: what is written to the tensor stays out of the file.
+    require(size == expected >= SHARD_HEADER_BYTES, f"{path}: {size} bytes, but its header "
+            f"promises {num_tokens} tokens in {expected} bytes: get the file again")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
 
@@ -773,7 +773,7 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
         in_time = remaining_ms / cap_ms if cap_ms > 0 else 1.0
         in_steps = remaining_steps / max(hp.iterations, 1)
         return min(in_time / hp.warmdown_frac, in_steps / hp.warmdown_frac, 1.0)
-    if hp.warmdown_iters > 0 == cap_ms:
+    if hp.warmdown_iters > 0 and cap_ms == 0:
         return min(remaining_steps / hp.warmdown_iters, 1.0)
     warmdown_ms = max(hp.warmdown_iters, 0) * elapsed_ms / max(step, 1)
     return 1.0 if remaining_ms >= warmdown_ms else remaining_ms / warmdown_ms
@@ -877,13 +877,14 @@ def sample(gpt: GPT, hp: Hyperparameters) -> str:
     """SAMPLE_PROMPT and what the model writes behind it, up to the end of a document."""
     sp = sentencepiece.SentencePieceProcessor(model_file=hp.tokenizer_path)
     generator, ends = torch.Generator().manual_seed(hp.seed), (sp.bos_id(), sp.eos_id())
-    ids = [id for id in (sp.bos_id(), *sp.encode(hp.sample_prompt)) if id >= 0]  # -1: has none
+    ids = [i for i in (sp.bos_id(), *sp.encode(hp.sample_prompt)) if i >= 0]  # -1: there is none
     for _ in range(hp.sample_tokens):
         window = torch.tensor([ids[-hp.train_seq_len :]], device=gpt.rotary.device)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # of any length
             logits = gpt.logits(window)[-1].cpu()
         odds = F.softmax(logits / max(hp.sample_temperature, 1e-6), dim=0)
-        ids.append(int(torch.multinomial(odds, 1, generator=generator)))
+        drawn = torch.multinomial(odds, 1, generator=generator)
+        ids.append(int(drawn if hp.sample_temperature > 0 else logits.argmax()))
         if ids[-1] in ends:
             break
     return sp.decode(ids)
@@ -1264,6 +1265,7 @@ def warm_up(state: TrainingState) -> None:
     set_schedule(state.optimizers, 1.0, muon_momentum(hp, 0))
     # One at least with several ranks: DDP orders its sums anew after the first step of a process.
     for step in range(1, max(steps, int(state.runtime.distributed)) + 1):
+        state.log.status = f"warmup_step:{step - 1}/{steps}"
         train_step(state.model, state.loader, state.optimizers, hp, state.runtime)
         if step <= steps <= 20 or step % 10 == 0 or step == steps:
             state.log(f"warmup_step:{step}/{steps}")
@@ -1286,7 +1288,6 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> fl
     stopwatch.start()
     while True:
         step = state.step
-        # Rank 0's clock is everybody's: one learning rate, and one decision to stop.
         elapsed_ms, wanted = runtime.agree(stopwatch.elapsed_ms(), stop.signal)
         capped = 0 < hp.max_wallclock_seconds <= elapsed_ms / 1000 and step < hp.iterations
         last = capped or step >= hp.iterations

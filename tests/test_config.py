@@ -126,11 +126,18 @@ def test_booleans_are_0_or_1(text):
         ("VOCAB_SIZE", "65537"), ("BETA1", "1"), ("BETA2", "-0.1"), ("LOGIT_SOFTCAP", "0"),
         ("PRESET", "demmo"), ("DEVICE", "gpu"), ("DTYPE", "fp16"), ("COMPILE", "yes"),
         ("RUN_ID", "../x"), ("RUN_ID", ""), ("RUN_ID", ".."), ("WARMUP_STEPS", "-1"),
+        ("SAMPLE_TOKENS", "-1"), ("SAMPLE_TEMPERATURE", "-0.5"),
     ],
 )  # fmt: skip
 def test_one_bad_value_is_one_line_with_its_variable_and_value(name, text):
     (line,) = problems_of(**{name: text})
     assert line.startswith(f"{name}=") and text in line and " must be " in line
+
+
+def test_a_prompt_that_is_no_text():
+    """So os.environ shows a byte that is no UTF-8."""
+    assert problems_of(SAMPLE_PROMPT="\udcff") == ["SAMPLE_PROMPT='\\udcff' must be text"]
+    assert Hyperparameters.from_env({"SAMPLE_PROMPT": "→ 🙂\n"}).sample_prompt == "→ 🙂\n"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from conftest import SCRIPT, process_environ, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.benchmarks import plot_loss
-from train_gpt import GPT, Hyperparameters, sample
+from train_gpt import GPT, Hyperparameters, progress, sample
 
 LAST = ("final_int8_zlib_roundtrip ", "final_int8_zlib_roundtrip_exact ")
 
@@ -66,17 +66,43 @@ def shown(tmp_path_factory, knobs):
     return folder, terminal
 
 
+def test_a_terminal_that_goes_away_ends_no_run(tmp_path, knobs):
+    """Nor does one that cannot show what the model writes."""
+    ours, theirs = pty.openpty()
+    environ = {**knobs, "SAMPLE_PROMPT": "naïve \u2192", "PYTHONIOENCODING": "ascii"}
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT)],
+        cwd=tmp_path,
+        env=process_environ({**environ, "ITERATIONS": "60"}, 1),
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(theirs)
+    seen = ""
+    while "step:3/60" not in seen:
+        seen += os.read(ours, 1000).decode()
+    os.close(ours)
+    errors = process.communicate(timeout=60)[1]
+    # 120 is Python's own, for a stdout that takes no more.
+    assert process.returncode in (0, 120) and "Traceback" not in errors, errors
+    assert (tmp_path / "final_result.json").exists()
+    lines = (tmp_path / "logs" / "test.txt").read_text().splitlines()
+    assert lines[-1].startswith(LAST[1]) and "sample:'naïve \u2192" in "\n".join(lines)
+
+
 def test_the_status_comes_and_goes_between_the_lines(shown):
     folder, terminal = shown
     status = r"\x1b\[K([^\r\n]*) [|/\\-]\r(?!\n)"
     texts = re.findall(status, terminal)
     form = r"step:\d+/200 loss:\d\.\d{4} tokens_per_s:\d+ left:\d+s"
     assert any(re.fullmatch(form, text) for text in texts)
-    others = r"step:\d+/200|validation: \d+%"
+    others = r"warmup_step:[01]/2|step:\d+/200|validation: \d+%"
     assert all(re.fullmatch(f"{form}|{others}", text) for text in texts)
     assert len(set(texts)) > 2
     rest = re.sub(status, "", terminal)
     lines = [line.removeprefix("\x1b[K") for line in rest.splitlines()]
+    assert rest.startswith("logs/test.txt")  # nothing is cleared where nothing stood
     assert "\x1b" not in "".join(lines)
     log = (folder / "logs" / "test.txt").read_text()
     assert log.endswith("\n" + "\n".join(lines) + "\n")
@@ -101,7 +127,9 @@ def test_the_curves(shown):
         assert points == logged and len(points) >= 3
     rates = {event.step: event.value for event in events.Scalars("lr_matrix")}
     assert rates[10] == pytest.approx(0.04) and rates[200] == pytest.approx(0.04 / 4)
-    assert all(event.value > 0 for event in events.Scalars("tokens_per_s"))
+    averages = re.findall(r"train_loss:.* step_avg:(\S+)ms", log)
+    for event, average in zip(events.Scalars("tokens_per_s"), averages, strict=True):
+        assert event.value == pytest.approx(512 * 1000 / float(average), rel=0.01)
     # The norm before it is cut down to 0.5.
     assert max(event.value for event in events.Scalars("grad_norm")) > 0.5
 
@@ -139,10 +167,18 @@ def test_sampling_follows_the_model_to_the_end_of_the_document(knobs, tokenizer)
     assert sample(gpt, hp) == sp.decode([*prompt] + [300] * 64)
 
 
+def test_the_status_says_speed_and_time_left():
+    hp = Hyperparameters(train_batch_tokens=65536, iterations=100, max_wallclock_seconds=0)
+    status = progress(hp, 25, 50_000.0, torch.tensor(3.0))
+    assert status == "step:25/100 loss:3.0000 tokens_per_s:32768 left:150s"
+    capped = dataclasses.replace(hp, max_wallclock_seconds=60.0)
+    assert progress(capped, 25, 50_000.0, torch.tensor(3.0)).endswith(" left:10s")
+
+
 def test_sampling_by_seed_temperature_and_length(knobs):
     hp = Hyperparameters.from_env({**knobs, "SAMPLE_PROMPT": "with", "SAMPLE_TOKENS": "40"})
     torch.manual_seed(0)
-    gpt = GPT(hp, torch.float32)
+    gpt = GPT(hp, torch.bfloat16)  # in which logits are often equal
     gpt.tok_emb.weight.data.normal_(std=0.05)
     texts = {
         name: [sample(gpt, dataclasses.replace(hp, seed=seed, **other)) for seed in (1, 1, 2)]
@@ -170,8 +206,8 @@ def test_a_run_without_these_knobs_leaves_no_trace_of_them(tmp_path, knobs):
     result = run_script(tmp_path, {**knobs, "ITERATIONS": "1", "WARMUP_STEPS": "0"})
     assert result.returncode == 0 and "sample:" not in result.stdout
     assert "\x1b" not in result.stdout and not (tmp_path / "tensorboard").exists()
-    knobs = json.loads((tmp_path / "final_result.json").read_text())["knobs"]
-    assert knobs["sample_prompt"] == "" and knobs["tensorboard"] is False
+    used = json.loads((tmp_path / "final_result.json").read_text())["knobs"]
+    assert used["sample_prompt"] == "" and used["tensorboard"] is False
 
 
 def test_the_picture_of_a_run(shown, tmp_path):

@@ -17,17 +17,15 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.benchmarks.bench_step import write_random_shards
-from tests.conftest import train_tokenizer
+from tests.conftest import SCRIPT, train_tokenizer
 
 
 def seconds_to_first_step(environ: dict[str, str]) -> float:
     """From starting the process to its first step's line, without the time of that step."""
     started = time.perf_counter()
-    command = [sys.executable, str(ROOT / "train_gpt.py")]
+    command = [sys.executable, str(SCRIPT)]
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if match := re.match(r"step:1/.* train_time:(\d+)ms", line):
