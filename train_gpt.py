@@ -45,7 +45,7 @@ CONTROL_TENSOR_NAME_PATTERNS = ("attn_scale", "attn_scales", "mlp_scale", "mlp_s
 PRESETS: dict[str, dict[str, Any]] = {"": {}, "demo": dict(  # two minutes on two CPU cores
     data_path="./data/datasets/demo_sp1024", tokenizer_path="./data/tokenizers/demo_1024_bpe.model",
     max_wallclock_seconds=100.0, train_batch_tokens=6144, train_seq_len=128, warmup_steps=1,
-    warmdown_iters=300, muon_momentum_warmup_steps=100, val_batch_size=32_768, val_loss_every=100,
+    warmdown_frac=0.8, muon_momentum_warmup_steps=100, val_batch_size=32_768, val_loss_every=100,
     train_log_every=20, num_layers=4, model_dim=128, num_heads=2, num_kv_heads=1,
 )}
 
