@@ -15,7 +15,7 @@ from conftest import SCRIPT, process_environ, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.benchmarks import plot_loss
-from train_gpt import GPT, Hyperparameters, progress, sample
+from train_gpt import GPT, Hyperparameters, Log, Runtime, progress, sample
 
 LAST = ("final_int8_zlib_roundtrip ", "final_int8_zlib_roundtrip_exact ")
 
@@ -165,6 +165,20 @@ def test_sampling_follows_the_model_to_the_end_of_the_document(knobs, tokenizer)
     assert sample(gpt, hp) == sp.decode([*prompt, 300, 301])
     gpt.lm_head.weight.data[301, 300], gpt.lm_head.weight.data[300, 300] = 0, 30
     assert sample(gpt, hp) == sp.decode([*prompt] + [300] * 64)
+    # Of two tokens that are as likely, a temperature of 0 takes always the same.
+    gpt.lm_head.weight.data[302, 300] = 30
+    cold = dataclasses.replace(hp, sample_temperature=0.0)
+    texts = {sample(gpt, dataclasses.replace(cold, seed=seed)) for seed in range(4)}
+    assert texts == {sp.decode([*prompt] + [300] * 64)}
+    assert "".join(texts) != sample(gpt, hp)
+
+
+def test_a_line_ends_the_status(tmp_path, knobs, capsys):
+    hp = Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(tmp_path)})
+    log = Log(hp, Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32))
+    log.status = "validation: 50%"
+    log("a line")
+    assert log.status == "" and capsys.readouterr().out.endswith("a line\n")
 
 
 def test_the_status_says_speed_and_time_left():

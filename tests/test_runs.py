@@ -218,10 +218,13 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
         "ITERATIONS": "100000",
         "MAX_WALLCLOCK_SECONDS": "1.5",
         "VAL_LOSS_EVERY": "0",
+        "WARMDOWN_ITERS": "100000",
     }
     result = run_script(tmp_path, environ, ranks=2)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
+    (begun,) = [i for i, line in enumerate(lines) if line.startswith("warmdown:begun already")]
+    assert lines[begun - 1].startswith("step:10/") and "WARMDOWN_ITERS=100000" in lines[begun]
     (stop,) = [i for i, line in enumerate(lines) if line.startswith("stopping_early")]
     match = re.fullmatch(
         r"stopping_early: wallclock_cap train_time:(\d+)ms step:(\d+)/100000", lines[stop]
