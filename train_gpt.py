@@ -868,8 +868,7 @@ def evaluate(model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Run
         windows = tokens.unfold(0, T + 1, 1)[begins[part]].to(runtime.device, torch.int64)
         inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         scored = torch.arange(T) >= T - fresh[part, None]
-        losses = model(inputs, targets, "none") * scored.to(runtime.device)
-        total += losses.sum(dtype=torch.float64)
+        total += (model(inputs, targets, "none") * scored.to(runtime.device)).sum(dtype=total.dtype)
     return sum(runtime.gather(total.item())) / num_targets
 
 @torch.no_grad()
@@ -1317,7 +1316,7 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> fl
             log(f"warmdown:begun already, since WARMDOWN_ITERS={hp.warmdown_iters} such steps take "
                 "longer than the run: WARMDOWN_FRAC=0.2 would leave 80 % of it at the full rate")
         set_schedule(state.optimizers, factor, muon_momentum(hp, step))
-        known = step > begun_at + 1  # the loss of the step before the last one
+        known = log.on_terminal and step > begun_at + 1  # the loss of the step before the last
         log.status = progress(hp, step, elapsed_ms, arrived) if known else f"step:{step}{of}"
         rank_loss, norm = train_step(state.model, state.loader, state.optimizers, hp, runtime)
         arrived, coming = coming, rank_loss.to("cpu", non_blocking=True)
@@ -1435,15 +1434,16 @@ def score(gpt: GPT, model: nn.Module, validation: Validation, hp: Hyperparameter
     log(f"{name}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}{partial}")
     return dict(**figures, int8_val_loss=loss, int8_val_bpb=bpb, eval_ms=eval_ms)
 
-def write_result(hp: Hyperparameters, runtime: Runtime, figures: Mapping[str, Any]) -> None:
+def write_result(state: TrainingState, figures: Mapping[str, Any]) -> None:
     """OUTPUT_DIR/final_result.json: what was run, where, on which data, and what came of it."""
+    hp, runtime = state.hp, state.runtime
     gpu = torch.cuda.get_device_name() if runtime.device.type == "cuda" else None
     machine = dict(platform=platform.platform(), cpus=os.cpu_count(), device=str(runtime.device),
                    gpu=gpu, dtype=str(runtime.dtype), world_size=runtime.world_size)
     versions = dict(python=platform.python_version(), torch=torch.__version__,
                     numpy=np.__version__, sentencepiece=sentencepiece.__version__)
     result = dict(**figures, versions=versions, machine=machine, knobs=asdict(hp),
-                  dataset=dataset_fingerprint(hp))
+                  dataset=state.dataset)
     write_file(Path(hp.output_dir) / "final_result.json", json.dumps(result, indent=1).encode())
 
 def run(hp: Hyperparameters, runtime: Runtime, stop: StopRequest) -> None:
@@ -1481,7 +1481,7 @@ def run(hp: Hyperparameters, runtime: Runtime, stop: StopRequest) -> None:
     figures = dict(steps=state.step, train_ms=train_ms, step_avg_ms=train_ms / max(state.step, 1),
                    val_loss=loss, val_bpb=bpb, partial=validation.partial, **sizes)
     figures |= score(gpt, model, validation, hp, runtime, log)
-    runtime.on_rank_0(write_result, hp, runtime, figures)
+    runtime.on_rank_0(write_result, state, figures)
 
 def main() -> None:
     """Run as the environment says, or leave with exit code 1 and the reason."""

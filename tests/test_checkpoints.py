@@ -377,7 +377,7 @@ def test_all_optimizer_state_is_gathered_from_the_ranks(four, knobs):
     assert saved["optimizers"].keys() == set(names.values())
 
 
-@pytest.mark.parametrize("ranks", [4, 1, 2])
+@pytest.mark.parametrize("ranks", [4, 1, 2, 8])
 def test_a_checkpoint_of_four_ranks_goes_on_with(four, tmp_path, ranks):
     """As many: as if it had never stopped, bit by bit. Fewer or more: to rounding."""
     environ, folder = four

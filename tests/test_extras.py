@@ -20,8 +20,8 @@ from train_gpt import GPT, Hyperparameters, Log, Runtime, progress, sample
 LAST = ("final_int8_zlib_roundtrip ", "final_int8_zlib_roundtrip_exact ")
 
 
-def on_a_terminal(folder, environ) -> tuple[int, str]:
-    """Exit code of the script and what it sends to a terminal of 80 columns."""
+def start_on_a_terminal(folder, environ) -> tuple[subprocess.Popen, int]:
+    """The script, and our end of the terminal of 80 columns that it writes to."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT)],
@@ -32,6 +32,12 @@ def on_a_terminal(folder, environ) -> tuple[int, str]:
         text=True,
     )
     os.close(theirs)
+    return process, ours
+
+
+def on_a_terminal(folder, environ) -> tuple[int, str]:
+    """Exit code of the script and what it sends to its terminal."""
+    process, ours = start_on_a_terminal(folder, environ)
     parts = []
     while True:
         try:
@@ -68,17 +74,8 @@ def shown(tmp_path_factory, knobs):
 
 def test_a_terminal_that_goes_away_ends_no_run(tmp_path, knobs):
     """Nor does one that cannot show what the model writes."""
-    ours, theirs = pty.openpty()
     environ = {**knobs, "SAMPLE_PROMPT": "naïve \u2192", "PYTHONIOENCODING": "ascii"}
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT)],
-        cwd=tmp_path,
-        env=process_environ({**environ, "ITERATIONS": "60"}, 1),
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(theirs)
+    process, ours = start_on_a_terminal(tmp_path, {**environ, "ITERATIONS": "60"})
     seen = ""
     while "step:3/60" not in seen:
         seen += os.read(ours, 1000).decode()
