@@ -14,17 +14,17 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sentencepiece
-from shards import HEADER_BYTES, count_tokens
+from shards import HEADER_BYTES, MANIFEST, UNFINISHED_MANIFEST, count_tokens, require_regular
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train_gpt import Hyperparameters, TokenBytes, load_tokenizer
 
-BOS = 1
 CHUNK = 2**18  # tokens in hand at a time: what is computed from them stays in the cache
 WINDOW, WINDOWS = 128, 8  # tokens in a sample of a chunk, samples of a chunk
 # Share of the sampled pairs of neighbouring tokens that decoding and encoding must give back.
@@ -49,17 +49,18 @@ POWERS, INVERSE_POWERS = powers(FACTOR), powers(pow(FACTOR, -1, 2**64))
 class DocumentHashes:
     """64-bit hashes of the documents in a stream of tokens that comes in pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, bos_id: int) -> None:
+        self.bos_id = bos_id
         self.hash = self.length = 0  # of the document that the stream is in
 
     def add(self, chunk: np.ndarray) -> np.ndarray:
         """The hashes, uint64 (n,), of the documents that the next 1 to CHUNK tokens show to have
         ended. A BOS without text is no document."""
-        starts = np.union1d(0, np.flatnonzero(chunk == BOS))
+        starts = np.union1d(0, np.flatnonzero(chunk == self.bos_id))
         sums = np.add.reduceat(VALUES[chunk] * POWERS[: chunk.size], starts)
         hashes = [np.uint64(self.hash), *sums * INVERSE_POWERS[starts]]
         lengths = [self.length, *np.diff(starts, append=chunk.size)]
-        if chunk[0] != BOS:  # the first part goes on with the open document
+        if chunk[0] != self.bos_id:  # the first part goes on with the open document
             scale = pow(FACTOR, self.length, 2**64)
             hashes[1] = np.uint64((self.hash + int(hashes[1]) * scale) % 2**64)
             lengths[1] += lengths[0]
@@ -78,6 +79,7 @@ class Split:
 
     name: str  # train or val
     paths: list[Path]
+    bos_id: int
     tokens: int = 0
     documents: int = 0
     min_id: int = 2**16
@@ -85,18 +87,21 @@ class Split:
     num_bytes: int = 0  # of the text of tokens[1:]; validation only
     last: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
     opening: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
-    stream: DocumentHashes = field(default_factory=DocumentHashes)
+    stream: DocumentHashes = field(init=False)
     hashes: list[np.ndarray] = field(default_factory=list)  # validation only
     known: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
     shared: int = 0  # documents whose hash is among the known ones, which are sorted
     sha256: dict[str, str] = field(default_factory=dict)  # by file name
+
+    def __post_init__(self) -> None:
+        self.stream = DocumentHashes(self.bos_id)
 
     def add(self, chunk: np.ndarray, token_bytes: TokenBytes) -> None:
         """Take in the next tokens."""
         if not self.tokens:
             self.opening = chunk
         self.tokens += chunk.size
-        self.documents += int(np.count_nonzero(chunk == BOS))
+        self.documents += int(np.count_nonzero(chunk == self.bos_id))
         self.min_id = min(self.min_id, int(chunk.min()))
         self.max_id = max(self.max_id, int(chunk.max()))
         if self.name == "val":
@@ -118,6 +123,7 @@ def open_tokenizer(path: str) -> tuple[Any, TokenBytes]:
     file if it cannot be read, is no such model or has none for a lone space."""
     sp = sentencepiece.SentencePieceProcessor()
     try:
+        require_regular(path)
         sp.LoadFromSerializedProto(Path(path).read_bytes())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}: name another --tokenizer") from None
@@ -147,13 +153,13 @@ def check_ids(chunk: np.ndarray, sp: Any, path: Path, position: int) -> None:
 def reencode(chunk: np.ndarray, sp: Any) -> tuple[int, int]:
     """How many pairs of neighbouring tokens in samples of the chunk decoding and encoding gives
     back, and how many there are."""
-    texts = []
+    texts, bos_id = [], sp.bos_id()
     for part in np.array_split(chunk, max(1, min(WINDOWS, chunk.size // WINDOW))):
-        texts += np.split(part[:WINDOW], np.flatnonzero(part[:WINDOW] == BOS))
-    ids = [text[text != BOS].tolist() for text in texts]
+        texts += np.split(part[:WINDOW], np.flatnonzero(part[:WINDOW] == bos_id))
+    ids = [text[text != bos_id].tolist() for text in texts]
     again = sp.encode(sp.decode(ids), num_threads=1)
     same = sum(
-        (Counter(zip(before, before[1:])) & Counter(zip(after, after[1:]))).total()
+        (Counter(pairwise(before)) & Counter(pairwise(after))).total()
         for before, after in zip(ids, again, strict=True)
     )
     return same, sum(max(len(text) - 1, 0) for text in ids)
@@ -190,16 +196,22 @@ def show_progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
+def missing_shards(split: Split, may_be_empty: bool) -> list[str]:
+    """A line if there are gaps in the shards' numbers."""
+    numbers = [re.fullmatch(r"fineweb_[a-z]+_(\d{6})\.bin", path.name) for path in split.paths]
+    if not all(numbers):  # one is named in a way of its own
+        return []
+    present = {int(number[1]) for number in numbers}
+    gaps = sorted(set(range(max(present, default=0) + 1)) - present)
+    if not gaps or (may_be_empty and not present):
+        return []
+    first = f"fineweb_{split.name}_{gaps[0]:06d}.bin"
+    return [f"{first} is missing ({len(gaps)} in all): get the files"]
+
+
 def check_split(split: Split, tokenizer: tuple[Any, TokenBytes], hashing: bool) -> list[str]:
     """Read all shards of a split. Returns a line for each problem."""
     problems = []
-    numbers = [re.fullmatch(r"fineweb_[a-z]+_(\d{6})\.bin", path.name) for path in split.paths]
-    if all(numbers):  # none is named in a way of its own
-        present = {int(number[1]) for number in numbers}
-        gaps = sorted(set(range(max(present, default=0) + 1)) - present)
-        if gaps:
-            first = f"fineweb_{split.name}_{gaps[0]:06d}.bin"
-            problems.append(f"{first} is missing ({len(gaps)} in all): get the files")
     for path in split.paths:
         show_progress(f"reading {path.name}")
         try:
@@ -211,7 +223,9 @@ def check_split(split: Split, tokenizer: tuple[Any, TokenBytes], hashing: bool) 
     show_progress("")
     split.add_documents(split.stream.finish())
     if split.paths and not split.documents:
-        problems.append(f"the {split.name} shards hold no document: no token is BOS (id {BOS})")
+        problems.append(
+            f"the {split.name} shards hold no document: no token is BOS (id {split.bos_id})"
+        )
     return problems
 
 
@@ -219,6 +233,7 @@ def read_manifest(path: Path, name: str) -> dict[str, int]:
     """The numbers that the manifest has for the dataset `name`, its stats among them; none if
     it does not list the dataset. Raises ValueError naming the file if it is no manifest."""
     try:
+        require_regular(path)
         entries = json.loads(path.read_text(encoding="utf-8"))["datasets"]
         entry = next((entry for entry in entries if entry["name"] == name), None)
         facts = {**entry, **(entry.get("stats") or {})} if entry else {}
@@ -244,11 +259,29 @@ def manifest_problems(facts: dict[str, int], splits: list[Split], vocab_size: in
     ]
 
 
+def unfinished_problems(folder: Path, manifest: Path) -> list[str]:
+    """A line for each trace of an export or a download that is under way or was killed: both have
+    a .part beside the shards until the last shard is whole, and a rebuild has one in place of the
+    manifest until its last dataset is."""
+    problems = [
+        f"{part} is there: an export or a download is under way or did not come to its end, and "
+        "shards or parts of them are missing: run the same command again"
+        for part in sorted(folder.glob("*.part"))
+    ]
+    unfinished = manifest.with_name(UNFINISHED_MANIFEST)
+    if unfinished.exists() and not manifest.exists():
+        problems.append(
+            f"{manifest} is missing, {unfinished} is there: the rebuild that writes it is under "
+            "way or did not come to its end: run the same command again"
+        )
+    return problems
+
+
 def first_lines(tokens: np.ndarray, sp: Any) -> list[str]:
     """How the first three documents begin; what cannot be printed is U+FFFD."""
-    starts = np.flatnonzero(tokens == BOS)[:3]
+    starts = np.flatnonzero(tokens == sp.bos_id())[:3]
     documents = [document[1:400] for document in np.split(tokens, starts)[1:]]
-    texts = sp.decode([document[document != BOS].tolist() for document in documents])
+    texts = sp.decode([document[document != sp.bos_id()].tolist() for document in documents])
     lines = [" ".join(text.split())[:80] for text in texts]
     return ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines]
 
@@ -269,6 +302,24 @@ def report(splits: list[Split], sp: Any) -> list[str]:
     return [*lines, f"train documents that are in val, too: {splits[1].shared}"]
 
 
+def check_splits(
+    folder: Path, tokenizer: tuple[Any, TokenBytes], facts: dict[str, int], hashing: bool
+) -> tuple[list[Split], list[str]]:
+    """Read validation, then train. Returns what was found, and a line for each problem."""
+    sp, problems = tokenizer[0], []
+    val, train = (
+        Split(name, sorted(folder.glob(f"fineweb_{name}_*.bin")), sp.bos_id())
+        for name in ("val", "train")
+    )
+    problems += missing_shards(val, facts.get("files_val") == 0)
+    problems += check_split(val, tokenizer, hashing)
+    train.known = np.unique(np.concatenate(val.hashes))
+    problems += missing_shards(train, facts.get("files_train") == 0)
+    problems += check_split(train, tokenizer, hashing)
+    problems += manifest_problems(facts, [val, train], sp.vocab_size())
+    return [val, train], problems
+
+
 def main(argv: list[str] | None = None) -> int:
     """Check, report, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -279,12 +330,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="backslashreplace")
     folder = Path(os.path.abspath(args.dataset))
-    val, train = (
-        Split(name, sorted(folder.glob(f"fineweb_{name}_*.bin"))) for name in ("val", "train")
-    )
-    manifest = args.manifest or folder.parent.parent / "manifest.json"
+    manifest = args.manifest or folder.parent.parent / MANIFEST
+    problems = unfinished_problems(folder, manifest)
     try:
-        if not val.paths and not train.paths:
+        if not any(folder.glob("fineweb_*.bin")):
             raise ValueError(
                 f"{folder} has no fineweb_*.bin: name the folder of the shards, or download them: "
                 "python3 data/cached_challenge_fineweb.py --variant sp1024"
@@ -292,16 +341,16 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = open_tokenizer(args.tokenizer)
         facts = read_manifest(manifest, folder.name) if args.manifest or manifest.exists() else {}
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(*problems, error, sep="\n", file=sys.stderr)
         return 1
-    problems = check_split(val, tokenizer, not args.no_hash)
-    train.known = np.unique(np.concatenate(val.hashes))
-    problems += check_split(train, tokenizer, not args.no_hash)
-    problems += manifest_problems(facts, [val, train], tokenizer[0].vocab_size())
     if args.manifest and not facts:
         problems.append(f"{manifest} says nothing about {folder.name}: name another --manifest")
-    print("\n".join(report([val, train], tokenizer[0])), flush=True)
-    if train.shared:
+    splits, found = check_splits(folder, tokenizer, facts, not args.no_hash)
+    problems += found
+    print("\n".join(report(splits, tokenizer[0])), flush=True)
+    if not facts:
+        print(f"manifest: {manifest} has nothing about {folder.name} to compare with", flush=True)
+    if splits[1].shared:
         print("warning: train and validation share documents", file=sys.stderr)
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0

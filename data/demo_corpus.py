@@ -101,7 +101,9 @@ def is_whole(files: dict[str, Path], manifest: Path) -> bool:
 def build(files: dict[str, Path], manifest: Path) -> None:
     """Write the tokenizer, both shards and, last, the manifest that says they are whole."""
     documents = collect_documents()
-    model = train_sentencepiece(documents[NUM_VAL_DOCS:], VOCAB_SIZE)
+    # Many documents are longer than a sentence of SentencePiece's may be, so it gets their lines.
+    lines = (line for text in documents[NUM_VAL_DOCS:] for line in text.splitlines() if line)
+    model = train_sentencepiece(lines, vocab_size=VOCAB_SIZE)
     write_file(files["tokenizer"], model)
     export_dataset(documents, files["tokenizer"], files["val"].parent, Settings(NUM_VAL_DOCS))
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)

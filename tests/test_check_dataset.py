@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def test_document_hashes_do_not_depend_on_the_pieces(documents, chunk):
         [1],
     ]
     ids = np.array(sum(stream, []), dtype=np.uint16)
-    hashes = check_dataset.DocumentHashes()
+    hashes = check_dataset.DocumentHashes(bos_id=1)
     parts = [hashes.add(ids[at : at + chunk]) for at in range(0, ids.size, chunk)]
     found = np.concatenate([*parts, hashes.finish()]).tolist()
     expected = [tuple(document) for document in stream if len(document) > 1]
@@ -134,7 +135,7 @@ def test_figures_do_not_depend_on_the_pieces(capsys, monkeypatch, dataset, token
         assert problems_of(capsys, dataset, tokenizer) == []
         check_dataset.main([str(dataset), "--tokenizer", str(tokenizer)])
         outputs.append([x for x in capsys.readouterr().out.splitlines() if "begins" not in x])
-    assert outputs[0] == outputs[1] and len(outputs[0]) == 7
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 8
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,21 @@ def test_a_shard_cut_in_its_header_and_one_that_cannot_be_read(capsys, folder, t
     assert "100 bytes are too few for a shard" in lines[0]
     assert "no document" in lines[1]
     assert f"{folder / TRAIN} cannot be read: Is a directory" == lines[2]
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_what_is_no_regular_file(capsys, folder, tokenizer, tmp_path, kind):
+    """It would be read for ever, or waited for: as a shard, as a tokenizer, as a manifest."""
+    other = tmp_path / "other"
+    other.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(other)
+    (folder / TRAIN).unlink()
+    (folder / TRAIN).symlink_to(other)
+    (line,) = problems_of(capsys, folder, tokenizer)
+    assert line == f"{folder / TRAIN} is no regular file: put the file itself there"
+    (line,) = problems_of(capsys, folder, other)
+    assert line == f"{other} is no regular file: put the file itself there"
+    (line,) = problems_of(capsys, folder, tokenizer, "--manifest", str(other))
+    assert f"{other}: no manifest" in line and "no regular file" in line
 
 
 @pytest.mark.parametrize("name", [VAL, TRAIN])
@@ -257,6 +273,44 @@ def test_a_manifest_that_says_nothing(capsys, folder, tokenizer):
     path.unlink()
     (line,) = problems_of(capsys, folder, tokenizer, "--manifest", str(path))
     assert line.startswith(f"{path}: no manifest of datasets")
+
+
+def test_what_an_export_or_a_download_left_unfinished(capsys, folder, tokenizer):
+    """A .part beside the shards, or one in place of the manifest, is a problem that is named; a
+    missing manifest alone is not: shards are copied without it."""
+    shutil.copytree(folder, elsewhere := folder.parent.parent / "copied" / "here" / "small")
+    manifest = folder.parent.parent / "manifest.json"
+    for left in ("fineweb_val.part", "fineweb_train_000002.bin.part", "lock.part"):
+        (folder / left).mkdir() if ".bin" in left else (folder / left).touch()
+        (line,) = problems_of(capsys, folder, tokenizer)
+        assert line.startswith(f"{folder / left} is there: ") and "run the same command" in line
+        (folder / left).rmdir() if ".bin" in left else (folder / left).unlink()
+    manifest.with_suffix(".part").touch()
+    (line,) = problems_of(capsys, folder, tokenizer)
+    assert line.startswith(f"{manifest} is missing, {manifest.with_suffix('.part')} is there: ")
+    write_manifest(folder, stats={"files_val": 1})  # a download came later
+    assert problems_of(capsys, folder, tokenizer) == []
+    assert problems_of(capsys, elsewhere, tokenizer) == []
+    check_dataset.main([str(elsewhere), "--tokenizer", str(tokenizer), "--no-hash"])
+    path = elsewhere.parent.parent / "manifest.json"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"manifest: {path} has nothing about small to compare with"
+    for path in folder.glob("*.bin"):  # killed before the first shard
+        path.unlink()
+    (folder / "fineweb_val.part").touch()
+    lines = problems_of(capsys, folder, tokenizer)
+    assert "fineweb_val.part is there" in lines[0] and "has no fineweb_*.bin" in lines[1]
+
+
+def test_no_validation_by_the_manifest(capsys, folder, tokenizer):
+    """Shards that the manifest says there are none of are not missing."""
+    (folder / VAL).unlink()
+    (line,) = problems_of(capsys, folder, tokenizer)
+    assert line == "fineweb_val_000000.bin is missing (1 in all): get the files"
+    write_manifest(folder, stats={"files_val": 0})
+    assert problems_of(capsys, folder, tokenizer) == []
+    write_manifest(folder, stats={"files_val": 0, "docs_val": 3})
+    assert len(problems_of(capsys, folder, tokenizer)) == 1
 
 
 def test_no_dataset_and_no_tokenizer(capsys, folder, tokenizer, tmp_path):

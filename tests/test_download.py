@@ -79,7 +79,8 @@ class Handler(BaseHTTPRequestHandler):
         if path not in self.server.files:
             return self.reply(404, X_Error_Code="EntryNotFound")
         body = self.server.files[path]
-        headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X_Repo_Commit": "c" * 40}
+        etag = self.server.etags.get(path, hashlib.sha256(body).hexdigest())
+        headers = {"ETag": f'"{etag}"', "X_Repo_Commit": "c" * 40}
         headers["X_Linked_Size"] = str(self.server.sizes.get(path, len(body)))
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if fault:
@@ -109,7 +110,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.sizes, self.faults = dict(files), {}, {}
+        self.files, self.sizes, self.etags, self.faults = dict(files), {}, {}, {}
         self.requests, self.resumed = [], []
         self.stalled, self.released = threading.Event(), threading.Event()
 
@@ -209,7 +210,7 @@ def test_first_run_then_more_then_repairs(hub, files, tmp_path):
     (root / "manifest.json").write_text('{"datasets": [], "tokenizers": []}')  # an old one
     (root / VAL[0]).write_bytes(files[f"datasets/{VAL[0]}"][:-2])
     (root / TRAIN[0]).write_bytes(files[f"datasets/{TRAIN[0]}"][:100])
-    (root / TOKENIZER[0]).write_bytes(b"cut")
+    (root / TOKENIZER[0]).unlink()
     download(hub, root, "--variant", "sp1024", "--train-shards", "2")
     assert present(root) == expected(files, *names, TRAIN[1])
     again = ["manifest.json", VAL[0], TRAIN[0], TRAIN[1], TOKENIZER[0]]
@@ -224,14 +225,38 @@ def test_first_run_then_more_then_repairs(hub, files, tmp_path):
     assert present(root) == expected(files, *names, *TRAIN[1:])
 
 
-def test_bytes_and_documents(hub, files, tmp_path):
-    """byte260 has a tokenizer of one file; the documents lie beside the manifest."""
+@pytest.mark.parametrize("sidecar", [["docs_selected.source_manifest.json"], []])
+def test_bytes_and_documents(hub, files, tmp_path, sidecar):
+    """byte260 has a tokenizer of one file; the documents lie beside the manifest, with their
+    sidecar if the hub has one."""
     root = tmp_path / "data"
-    download(hub, root, "--variant", "byte260", "--with-docs", "--train-shards", "0")
-    names = ["docs_selected.jsonl", "docs_selected.source_manifest.json"]
-    names += ["tokenizers/fineweb_pure_byte_260.json"]
+    if not sidecar:
+        del hub.files["datasets/docs_selected.source_manifest.json"]
+    result = download(hub, root, "--variant", "byte260", "--with-docs", "--train-shards", "0")
+    names = ["docs_selected.jsonl", *sidecar, "tokenizers/fineweb_pure_byte_260.json"]
     names += ["datasets/fineweb10B_byte260/fineweb_val_000000.bin"]
     assert present(root) == expected(files, *names)
+    assert result.stdout.startswith(f"{len(names)} files whole in {root}: {len(names)} downloaded")
+
+
+@pytest.mark.parametrize("own", [b"a model of one's own", b"C"])
+def test_a_tokenizer_that_is_there_is_kept(hub, files, tmp_path, own):
+    """Whatever its size is; the one line about it says how to get the hub's."""
+    root = tmp_path / "data"
+    place = root / TOKENIZER[0]
+    place.parent.mkdir(parents=True)
+    own += files[f"datasets/{TOKENIZER[0]}"][len(own) :]
+    place.write_bytes(own)
+    for _ in range(2):
+        result = download(hub, root, "0")
+        lines = [line for line in result.stderr.splitlines() if str(place) in line]
+        assert len(lines) == 1 and "is kept, but is not the hub's" in lines[0]
+        assert "--replace-tokenizer" in lines[0] and place.read_bytes() == own
+    assert (root / TOKENIZER[1]).read_bytes() == files[f"datasets/{TOKENIZER[1]}"]
+    result = download(hub, root, "0", "--replace-tokenizer")
+    assert str(place) not in result.stderr
+    assert present(root) == expected(files, *VAL, *TOKENIZER)
+    assert "not the hub's" not in download(hub, root, "0").stderr
 
 
 def test_passing_failures_are_survived(hub, files, tmp_path):
@@ -269,8 +294,11 @@ def test_a_run_that_is_ended_in_mid_file(hub, files, tmp_path, kind):
     while not is_in_mid_file(root, rest) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert is_in_mid_file(root, rest)
-    if kind == signal.SIGINT:
-        assert_fails(finish(start(hub, root)), "another download", str(root))
+    second = start(hub, root)
+    line = second.stderr.readline()
+    assert line == f"waiting for process {process.pid}, which is at work in {root}\n"
+    second.kill()
+    second.communicate()
     sent = time.monotonic()
     process.send_signal(kind)
     result = finish(process)
@@ -321,8 +349,43 @@ def test_a_damaged_shard_and_a_missing_one(hub, files, tmp_path):
     assert_fails(finish(start(hub, root, "1")), "manifest.json", "damaged")
     assert present(root) == before
     text = files["datasets/manifest.json"].decode()
-    hub.files["datasets/manifest.json"] = text.replace("tokenizers/f", "../f").encode()
-    assert_fails(finish(start(hub, root, "1")), "manifest.json", "outside its folder", "../fineweb")
+    paths = ['"../my.model"', '"/my.model"', "5", '["x"]', "true"]
+    for path in paths:
+        wrong = text.replace(f'"{TOKENIZER[0]}"', path)
+        hub.files["datasets/manifest.json"] = wrong.encode()
+        assert_fails(finish(start(hub, root, "1")), "manifest.json of the hub", "no path inside")
+
+
+def test_a_checksum_of_the_hub(hub, files, tmp_path):
+    """A file that came with other bytes than the hub's is refused, in the size that it should have.
+    What is no SHA-256 is not compared."""
+    root, name = tmp_path / "data", f"datasets/{VAL[1]}"
+    hub.etags = {f"datasets/{TOKENIZER[1]}": "5" * 40, name: "ab" * 32}
+    result = finish(start(hub, root, "0"))
+    assert_fails(result, VAL[1], "is damaged", f"the SHA-256 is not {'ab' * 32}")
+    assert VAL[1] not in present(root)
+    del hub.etags[name]
+    download(hub, root, "0")
+    assert present(root) == expected(files, *VAL, *TOKENIZER)
+
+
+def test_nothing_but_the_own_requirements(hub, files, tmp_path):
+    """Without numpy and SentencePiece, which data/requirements.txt does not name."""
+    for package in ("numpy", "sentencepiece"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('No module')")
+    root = tmp_path / "data"
+    download(hub, root, "1", environ={"PYTHONPATH": str(tmp_path)})
+    assert present(root) == expected(files, *VAL, *TOKENIZER, TRAIN[0])
+
+
+@pytest.mark.parametrize("repo", ["a/b/c", "with space/x", ""])
+def test_a_malformed_repository(hub, tmp_path, repo):
+    """It is named, and no flag is spoken of that was not given."""
+    root = tmp_path / "data"
+    result = finish(start(hub, root, environ={"MATCHED_FINEWEB_REPO_ID": repo}))
+    assert_fails(result, f"{repo!r} is no name", "OWNER/NAME", "MATCHED_FINEWEB_REPO_ID")
+    assert "--skip-manifest" not in result.stderr and hub.requests == []
+    assert present(root) == {}
 
 
 def test_no_repository_no_network_no_packages(hub, tmp_path):
