@@ -263,21 +263,23 @@ def make_spec(kind: str, fields: dict[str, Any]) -> Spec:
 
 
 def check_settings(settings: dict[str, Any]) -> None:
-    """Raises ValueError for a setting that SentencePiece's trainer refuses. It looks at them all
+    """Raises ValueError for settings that SentencePiece's trainer refuses. It looks at them all
     before it finds that there is no sentence."""
     try:
         train_sentencepiece([], **settings)
     except (RuntimeError, ValueError) as error:
         if "sentences_.empty" not in str(error):
-            reason = str(error).strip()
-            raise ValueError(f"trainer_overrides: SentencePiece refuses them: {reason}") from None
+            raise ValueError(
+                f"SentencePiece refuses the settings {json.dumps(settings)} ({str(error).strip()}):"
+                " correct trainer_overrides"
+            ) from None
 
 
 def list_entries(path: Path) -> list:
     """The entries of a file of specs. Raises ValueError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON ({error}): correct it") from None
     if isinstance(content, dict):
         content = content.get("tokenizer_specs", content.get("tokenizers"))
@@ -849,7 +851,7 @@ def vocab_and_model(text: str) -> tuple[str, str]:
     return vocab, model
 
 
-def number(text: str, least: int = 1, most: int = 2**63) -> int:
+def number(text: str, least: int = 1, most: int = sys.maxsize) -> int:
     """A whole number from an argument."""
     if not text.isdecimal() or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, {least} to {most}")

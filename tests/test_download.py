@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import resource
 import signal
@@ -211,9 +212,11 @@ def test_first_run_then_more_then_repairs(hub, files, tmp_path):
     (root / VAL[0]).write_bytes(files[f"datasets/{VAL[0]}"][:-2])
     (root / TRAIN[0]).write_bytes(files[f"datasets/{TRAIN[0]}"][:100])
     (root / TOKENIZER[0]).unlink()
+    (root / VAL[1]).unlink()
+    os.mkfifo(root / VAL[1])  # it would be waited for
     download(hub, root, "--variant", "sp1024", "--train-shards", "2")
     assert present(root) == expected(files, *names, TRAIN[1])
-    again = ["manifest.json", VAL[0], TRAIN[0], TRAIN[1], TOKENIZER[0]]
+    again = ["manifest.json", *VAL, TRAIN[0], TRAIN[1], TOKENIZER[0]]
     assert hub.loaded() == sorted(again)
 
     hub.requests.clear()

@@ -314,8 +314,11 @@ SP = {"vocab_size": 512}
         ([{"kind": "byte", "vocab_size": 256}], "vocab_size of a byte tokenizer is 260"),
         ([{**SP, "trainer_overrides": {"vocab_size": 70_000}}], "vocab_size 70000"),
         ([{**SP, "trainer_overrides": {"coverage": 1}}], 'unknown field name "coverage"'),
-        ([{**SP, "trainer_overrides": {"bos_id": 0}}], "SentencePiece refuses them"),
-        ([{**SP, "trainer_overrides": {"model_type": "x"}}], "SentencePiece refuses them"),
+        ([{**SP, "trainer_overrides": {"bos_id": 0}}], "SentencePiece refuses the settings {"),
+        (
+            [{**SP, "trainer_overrides": {"model_type": "x"}}],
+            "SentencePiece refuses the settings {",
+        ),
         ([{**SP, "trainer_overrides": {"input": "x"}}], "cannot set input"),
         ([{**SP, "trainer_overrides": []}], "trainer_overrides [] must be an object"),
         ([{**SP, "tokenizer_train_docs": 0}], "tokenizer_train_docs 0 must be above 0"),
