@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
-from download_hf_docs_and_tokenize import Settings, export_dataset, train_sentencepiece
+from download_hf_docs_and_tokenize import Settings, export_dataset
 from shards import HEADER_BYTES, locked, write_file
+from tokenizer_specs import train_sentencepiece
 
 HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 1024

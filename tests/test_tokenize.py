@@ -27,9 +27,9 @@ from download_hf_docs_and_tokenize import (
     encode_bytes,
     export_dataset,
     read_documents,
-    read_specs,
 )
 from shards import HEADER_BYTES, count_tokens, locked
+from tokenizer_specs import read_specs
 
 pytest.importorskip("tqdm")
 SCRIPT = ROOT / "data" / "download_hf_docs_and_tokenize.py"
@@ -305,6 +305,7 @@ SP = {"vocab_size": 512}
         ([{"kind": "byte", "model_prefix": "x"}], "field 'model_prefix' is not for"),
         ([{"kind": "tiktoken"}], "kind 'tiktoken' is not known"),
         ([{"builder": "a:b"}], "builder 'a:b' is not known"),
+        ([{"kind": "byte", "builder": BUILDER + "sentencepiece_tokenizer"}], "leave one out"),
         ([{"name": "x"}], "set kind to one of"),
         ([{"kind": "sentencepiece"}], "needs a vocab_size"),
         ([{"vocab_size": 70_000}], "vocab_size 70000 must be a whole number from 1 to 65536"),
@@ -347,7 +348,7 @@ def test_what_the_command_line_says_of_specs(tmp_path, tokenizer):
     content = [{"vocab_size": 384, "reuse_model_path": "nowhere", "tokenizer_train_docs": 5}]
     (spec,) = specs_of(tmp_path, content, ("384", str(tokenizer)))
     assert spec.source == {**content[0], "reuse_model_path": str(tokenizer)}
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(ValueError, match="tokenizer 1: nowhere: No such file or directory: name"):
         specs_of(tmp_path, content)
     with pytest.raises(ValueError, match="none but those that --skip-byte leaves out"):
         specs_of(tmp_path, [{"kind": "bytes"}], skip_byte=True)
