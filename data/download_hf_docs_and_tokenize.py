@@ -53,7 +53,7 @@ from shards import (
     require_regular,
     write_file,
 )
-from tokenizer_specs import BYTE_IDS, BYTE_OFFSET, Spec, make_model, read_specs, write_tokenizer
+from tokenizer_specs import BOS, BYTE_OFFSET, Spec, make_model, read_specs, write_tokenizer
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_NUM_VAL_DOCS = 50_000
@@ -232,7 +232,7 @@ def load_encoder(model_path: Path | None) -> tuple[Callable[[list[str]], list[by
     """The encoder of a SentencePiece model, or of bytes if there is none, and the id of its BOS:
     one for each process."""
     if model_path is None:
-        return encode_bytes, BYTE_IDS["bos_id"]
+        return encode_bytes, BOS
     encoder = WordEncoder(model_path.read_bytes())
     return encoder, encoder.sp.bos_id()
 

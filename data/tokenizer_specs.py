@@ -21,8 +21,9 @@ from cached_challenge_fineweb import PREFIX
 from shards import require_regular, write_file
 
 MAX_VOCAB_SIZE = 2**16  # a token has 16 bits
+BOS = 1  # pad, bos, eos, unk = 0, 1, 2, 3 in every tokenizer that is made here
 # The byte tokenizer: byte b is token b + 4.
-BYTE_IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
+BYTE_IDS = {"pad_id": 0, "bos_id": BOS, "eos_id": 2, "unk_id": 3}
 BYTE_OFFSET, BYTE_COUNT = 4, 256
 BYTE_VOCAB_SIZE = BYTE_OFFSET + BYTE_COUNT
 
@@ -38,7 +39,7 @@ SETTINGS: dict[str, Any] = {
     "normalization_rule_name": "nmt_nfkc",
     "add_dummy_prefix": False,
     "pad_id": 0,
-    "bos_id": 1,
+    "bos_id": BOS,
     "eos_id": 2,
     "unk_id": 3,
     "minloglevel": 2,
