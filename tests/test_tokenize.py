@@ -520,8 +520,8 @@ def test_a_named_pipe_and_a_failure_that_leaves_nothing_half_done(tmp_path, toke
 
 
 def refusal(folder, tokenizer) -> list[str]:
-    """The unfinished files that a check of the dataset names, or what else it does not like; none if
-    it accepts it."""
+    """The unfinished files that a check of the dataset names, or what else it does not like; none
+    if it accepts it."""
     args = [sys.executable, check_dataset.__file__, folder, "--tokenizer", tokenizer, "--no-hash"]
     result = subprocess.run(args, capture_output=True, text=True, timeout=60)
     lines = result.stderr.splitlines()
