@@ -255,9 +255,9 @@ def read_run(path: Path) -> Run:
     run = None
     for part in split_parts(text):
         run = read_part(part, path, run)
-    tokenizer = run.facts.get("tokenizer")
-    if tokenizer is not None:
-        run.facts["tokenizer"] = PurePath(tokenizer).name  # it may lie elsewhere on each machine
+    run.facts.setdefault("partial_validation", "no")
+    if "tokenizer" in run.facts:  # which may lie elsewhere on each machine
+        run.facts["tokenizer"] = PurePath(run.facts["tokenizer"]).name
     return run
 
 
@@ -311,15 +311,11 @@ def name_runs(groups: list[Group]) -> None:
 
 
 def by_value(group: Group, fact: str) -> dict[str, list[str]]:
-    """The names of the runs with each value of a fact. A run whose log does not tell it is left
-    out."""
+    """The names of the runs with each value of a fact, as far as their logs tell it."""
     names: dict[str, list[str]] = {}
     for run in group.runs:
         if fact in run.facts:
             names.setdefault(run.facts[fact], []).append(run.name)
-    if fact == "partial_validation" and names and sum(map(len, names.values())) < len(group.runs):
-        whole = [run.name for run in group.runs if fact not in run.facts]
-        names["none, the whole split"] = whole
     return names
 
 
@@ -332,11 +328,8 @@ def warn_of_differences(groups: list[Group]) -> list[str]:
             if len(names) > 1:
                 each = "; ".join(f"{value} ({', '.join(runs)})" for value, runs in names.items())
                 warnings.append(f"{group.name}: the runs differ in {fact}: {each}")
-        told = [names or None for names in values]
-        if fact == "partial_validation":
-            told = [names or {"the whole split": []} for names in values]
-        if len(told) == 2 and None not in told and set(told[0]) != set(told[1]):
-            first, second = (", ".join(names) for names in told)
+        if all(values) and len(groups) == 2 and set(values[0]) != set(values[1]):
+            first, second = (", ".join(names) for names in values)
             warnings.append(f"the groups differ in {fact}: {first} against {second}")
     return warnings
 
