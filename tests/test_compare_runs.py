@@ -389,6 +389,7 @@ def test_the_table(tmp_path, compare, sides):
     assert ["base-1", "1", "18", *numbers] in rows
     mean = ["n = 4, mean", "344.44", "3.511150", "1.755575", "984,749", "1,072,710"]
     assert mean in rows  # (3.5100 + 3.5141 + 3.5082 + 3.5123) / 4
+    assert ["0.0118 nats (0.0069 to 0.0166)"] in rows
     spread = f"{stats.tstd(CANDIDATE):.6f}"
     assert spread in [row[2] for row in rows if row[0] == "standard deviation"]
 
@@ -456,7 +457,7 @@ def test_the_picture(tmp_path, compare, sides, x, label):
     text = picture.read_text()
     for words in (label, "loss (nats per token)", "baseline, validation", "candidate, training"):
         assert words in text
-    assert "n = 4" in text and ">3.4994<" in text and len(text) < 60_000
+    assert "n = 4" in text and ">mean 3.4994<" in text and len(text) < 60_000
     compare(*sides, "--picture", tmp_path / "again.svg", "--x", x)
     assert (tmp_path / "again.svg").read_text() == text
 

@@ -540,12 +540,11 @@ def describe_claim(claim: Claim, difference: float) -> str:
 def describe_verdict(verdict: Verdict) -> str:
     """The difference with its interval, and both tests."""
     difference = verdict.nats.difference
-    parts = []
+    lines = ["baseline minus candidate, with the 95 % confidence interval:"]
     for test, unit in ((verdict.nats, "nats"), (verdict.bits_per_byte, "bits per byte")):
         if test is not None:
             low, high = test.interval()
-            parts.append(f"{test.difference:.4f} {unit} ({low:.4f} to {high:.4f})")
-    lines = ["baseline minus candidate, with its 95 % confidence interval: " + ", ".join(parts)]
+            lines.append(f"  {test.difference:.4f} {unit} ({low:.4f} to {high:.4f})")
     asked = describe_claim(verdict.asked, difference)
     lines.append(f"better by more than {verdict.asked.by:g} nats? {asked}")
     if verdict.asked.by != 0:
@@ -665,7 +664,7 @@ def draw_scores(axes: Any, groups: list[Group]) -> None:
         axes.plot([i] * len(losses), losses, **{**style, "linestyle": "", "alpha": 0.8})
         axes.hlines(fmean(losses), i - 0.3, i + 0.3, color=style["color"], linewidth=1.8)
         axes.annotate(
-            f"{fmean(losses):.4f}",
+            f"mean {fmean(losses):.4f}",
             (i, max(losses)),
             xytext=(0, 8),
             textcoords="offset points",
