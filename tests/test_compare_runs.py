@@ -20,7 +20,8 @@ from tests.benchmarks import compare_runs
 
 TOOL = ROOT / "tests" / "benchmarks" / "compare_runs.py"
 # A script whose text is full of what looks like a log.
-SOURCE = '''"""A trainer. It prints
+SOURCE = '''"""A trainer. It needs
+Python 3.10 or newer, and prints
 
 step:7/9 val_loss:0.1111 val_bpb:0.1111 train_time:7ms step_avg:1.00ms
 seed:777
@@ -141,7 +142,14 @@ def sides(tmp_path) -> list[str]:
 # ---- reading -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "head",
-    [SOURCE + NEW_HEAD, SOURCE + OLD_HEAD, SCRIPT.read_text() + OLD_HEAD, NEW_HEAD, "", "noise\n"],
+    [
+        SOURCE + NEW_HEAD,
+        "_ = 1\n" + SOURCE + OLD_HEAD,
+        SCRIPT.read_text() + OLD_HEAD,
+        NEW_HEAD,
+        "",
+        "noise\n",
+    ],
 )
 def test_a_log_with_every_line(tmp_path, head):
     """And with a script's text before, or without, as in what a run has printed."""
@@ -206,6 +214,13 @@ def test_which_line_is_the_score(tmp_path):
     assert score(tmp_path, LOG + "other_exact val_loss:3.3 val_bpb:1.8\n") == (3.3, 1.8)
     assert score(tmp_path, old + OLD_END + SLIDING) == (3.4, 1.9)
     assert score(tmp_path, old + SLIDING + OLD_END) == (3.5, 1.95)
+    sample = "sample:' val_loss:1.0 val_bpb:1.0'\n"
+    assert score(tmp_path, old + OLD_END + sample) == (3.5, 1.95)
+    no_time = "step:20/20 val_loss:3.1 val_bpb:1.1\n"
+    assert score(tmp_path, old + no_time).startswith("no score: cut short")
+    assert score(tmp_path, old + "better val_loss:1e300 val_bpb:1.0\n").startswith(
+        "its score is no"
+    )
     assert score(tmp_path, old + "better val_loss:nan val_bpb:1.0\n").startswith("its score is no")
     assert score(tmp_path, LOG + "other_exact val_loss:3.3 val_bpb:inf\n").startswith("its score")
     assert score(tmp_path, LOG.rstrip("\n")) == whole
@@ -313,6 +328,16 @@ def test_the_number_of_runs_follows_from_the_power(by, alpha, distance):
         power_by_integration(n, distance + 0.0005, spreads, alpha) for n in (needed - 1, needed)
     ]
     assert powers[0] < 0.8 <= powers[1] and needed > 3
+    power = compare_runs.power_of_test(3, 0.009, tuple(x * x for x in spreads), alpha)
+    assert power == pytest.approx(power_by_integration(3, 0.009, spreads, alpha), rel=1e-4)
+
+
+def test_a_side_that_is_too_small_needs_more_than_it_has():
+    """Even where as many as it has would do if the sides were equal."""
+    many = [3.48, 3.482] * 50
+    assert stats.ttest_ind([3.5, 3.502], many, equal_var=False, alternative="greater").pvalue > 0.01
+    assert compare_runs.power_of_test(2, 0.02, (2e-6, 1e-6), 0.01) > 0.8
+    assert compare_runs.count_runs_needed([3.5, 3.502], many, 0.0, 0.01) == 3
 
 
 def test_what_no_number_of_runs_would_show():
@@ -419,10 +444,8 @@ def test_runs_that_should_not_be_compared(tmp_path, compare, sides, old, new, na
 
 def test_copies_are_noticed(tmp_path, compare, sides):
     assert "warning: base-1 stands on both sides" in compare(*sides, sides[2])[1]
-    assert (
-        "warning: baseline: base-0.txt is named 2 times"
-        in compare("--baseline", *sides[1:2] * 2)[1]
-    )
+    out = compare("--baseline", sides[1], *sides[1:3])[1]
+    assert "warning: baseline: base-0.txt is named 2 times" in out and "n = 2, mean" in out
     twin = make_log(tmp_path, "twin", LOG.replace("seed:42", "seed:2"))
     assert "warning: candidate: seed 2 was used by new-2, twin" in compare(*sides, twin)[1]
 
@@ -457,6 +480,7 @@ def test_the_picture(tmp_path, compare, sides, x, label):
     text = picture.read_text()
     for words in (label, "loss (nats per token)", "baseline, validation", "candidate, training"):
         assert words in text
+    assert [tick in text for tick in (">17.5<", ">6<")] == [x == "steps", x == "seconds"]
     assert "n = 4" in text and ">mean 3.4994<" in text and len(text) < 60_000
     compare(*sides, "--picture", tmp_path / "again.svg", "--x", x)
     assert (tmp_path / "again.svg").read_text() == text
@@ -491,10 +515,9 @@ def test_event_files(tmp_path, compare, sides):
     bases = [f"baseline/base-{i}" for i in range(4)]
     assert runs == [*bases, "candidate/cut", *(f"candidate/new-{i}" for i in range(3))]
     events = EventAccumulator(str(folder / "candidate" / "new-1")).Reload()
-    assert [(e.step, round(e.value, 4)) for e in events.Scalars("train_loss")] == [
-        (1, 6.9301),
-        (10, 5.639),
-    ]
+    train = [(e.step, round(e.value, 4), e.wall_time) for e in events.Scalars("train_loss")]
+    assert train == [(1, 6.9301, 0.293), (10, 5.639, 3.24)]
+    assert [e.wall_time for e in events.Scalars("val_loss")] == [0.0, 3.241, 6.2]
     last = events.Scalars("val_bpb")[-1]
     assert (last.step, round(last.value, 4), last.wall_time) == (18, 2.1251, 6.2)
 

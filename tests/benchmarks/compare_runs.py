@@ -130,12 +130,12 @@ class Part:
 
 
 def number(text: str) -> float | None:
-    """A finite number, or None."""
+    """A number that can be meant, which inf and nan cannot, or None."""
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if abs(value) < 1e12 else None
 
 
 def split_parts(text: str) -> list[Part]:
@@ -406,7 +406,8 @@ def welch(baseline: list[float], candidate: list[float]) -> Welch | None:
     if total == 0:
         return None
     sizes = (len(baseline), len(candidate))
-    df = total**2 / sum(part**2 / (n - 1) for part, n in zip(parts, sizes, strict=True))
+    shares = [part / total for part in parts]
+    df = 1 / sum(share**2 / (n - 1) for share, n in zip(shares, sizes, strict=True))
     return Welch(fmean(baseline) - fmean(candidate), math.sqrt(total), df)
 
 
@@ -415,7 +416,7 @@ def power_of_test(n: int, gain: float, variances: tuple[float, float], alpha: fl
     the asked one by `gain`."""
     stats = need("scipy.stats")
     total = sum(variances)
-    df = (n - 1) * total**2 / sum(value**2 for value in variances)
+    df = (n - 1) / sum((value / total) ** 2 for value in variances)
     return float(stats.nct.sf(stats.t.isf(alpha, df), df, gain / math.sqrt(total / n)))
 
 
