@@ -14,7 +14,6 @@ import torch
 from conftest import SCRIPT, process_environ, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.benchmarks import plot_loss
 from train_gpt import GPT, Hyperparameters, Log, Runtime, progress, sample
 
 LAST = ("final_int8_zlib_roundtrip ", "final_int8_zlib_roundtrip_exact ")
@@ -219,16 +218,3 @@ def test_a_run_without_these_knobs_leaves_no_trace_of_them(tmp_path, knobs):
     assert "\x1b" not in result.stdout and not (tmp_path / "tensorboard").exists()
     used = json.loads((tmp_path / "final_result.json").read_text())["knobs"]
     assert used["sample_prompt"] == "" and used["tensorboard"] is False
-
-
-def test_the_picture_of_a_run(shown, tmp_path):
-    log = shown[0] / "logs" / "test.txt"
-    curves = plot_loss.read_log(log)
-    logged = re.findall(r"^step:(\d+)/200 val_loss:(\S+)", log.read_text(), re.M)
-    assert [(str(step), f"{loss:.4f}") for step, _, loss in curves.val] == logged
-    assert [step for step, *_ in curves.train] == [*range(1, 11), 100, 200]
-    picture = tmp_path / "loss.svg"
-    plot_loss.draw({"one": curves, "other": curves}, picture, "seconds")
-    assert f"other, validation, {curves.bits_per_byte:.4f} bits per byte" in picture.read_text()
-    with pytest.raises(ValueError, match="has no line with a loss"):
-        plot_loss.read_log(SCRIPT)
