@@ -17,6 +17,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
 
+from train_gpt import (  # noqa: E402
+    GPT,
+    DistributedTokenLoader,
+    Hyperparameters,
+    Runtime,
+    Stopwatch,
+    TrainingState,
+    build_optimizers,
+)
+
+ALONE = Runtime(0, 1, False, torch.device("cpu"), torch.float32)  # one process, which logs nothing
+
 VOCAB_SIZE = 384
 TEXTS = [topics[name] for name in sorted(topics)][:40]
 
@@ -116,6 +128,16 @@ def knobs(dataset, tokenizer) -> dict[str, str]:
     return small_knobs(dataset, tokenizer)
 
 
+def make_state(hp: Hyperparameters, runtime: Runtime = ALONE) -> TrainingState:
+    """What a run of one process has before its first step, with the weights of its seed."""
+    torch.manual_seed(hp.seed)
+    gpt = GPT(hp, runtime.dtype)
+    place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
+    loader = DistributedTokenLoader(hp.files("train"), *place)
+    optimizers = build_optimizers(gpt, runtime.dtype)
+    return TrainingState(runtime, gpt, gpt, optimizers, loader, Stopwatch(runtime))
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -159,15 +181,35 @@ def run_script(
     environ: dict[str, str],
     ranks: int = 0,
     script: Path = SCRIPT,
-    args: list[str] = (),
+    args: list[str] = (),  # of the script
 ) -> subprocess.CompletedProcess:
     """The script as a process in `folder`; under torchrun if ranks > 0."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.run(
-        [sys.executable, *(launcher if ranks else []), str(script), *args],
+        [*launch_command(ranks), str(script), *args],
         cwd=folder,
         env=process_environ(environ, 1),  # more threads would only wait for each other
         capture_output=True,
         text=True,
         timeout=240,
     )
+
+
+def launch_command(ranks: int = 0, restarts: int = 0) -> list[str]:
+    """Python; with torchrun in front if ranks > 0."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [sys.executable, *([*launcher, f"--max-restarts={restarts}"] if ranks else [])]
+
+
+def start_script(
+    folder: Path, environ: dict[str, str], ranks: int = 0, restarts: int = 0, script: Path = SCRIPT
+) -> subprocess.Popen:
+    """The script as run_script starts it, with its errors in a file beside; it is left running."""
+    with open(folder / "stderr.txt", "w") as errors:
+        return subprocess.Popen(
+            [*launch_command(ranks, restarts), str(script)],
+            cwd=folder,
+            env=process_environ(environ, 1),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )

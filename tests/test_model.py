@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.benchmarks.plain import PlainGPT
+from tests.plain import PlainGPT
 from train_gpt import (
     GPT,
     CausalSelfAttention,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.benchmarks import plain
+from tests import plain
 from train_gpt import (
     GPT,
     Hyperparameters,

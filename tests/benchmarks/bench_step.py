@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
-from tests.benchmarks import plain
+from tests import plain
 from tests.conftest import write_shard
 
 

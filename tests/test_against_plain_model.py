@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train_gpt
-from tests.benchmarks import plain
+from tests import plain
 from train_gpt import GPT, Hyperparameters, Runtime, build_optimizers
 
 STEPS = 200
