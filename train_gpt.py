@@ -67,27 +67,13 @@ CONTROL_TENSOR_NAME_PATTERNS = tuple(
     "attn_scale attn_scales mlp_scale mlp_scales resid_mix resid_mixes q_gain skip_weight "
     "skip_weights".split()
 )
-# Other defaults, as environment variables.
-PRESETS = {
-    "": {},
-    "demo": {
-        "DATA_PATH": "./data/datasets/demo_sp1024",
-        "TOKENIZER_PATH": "./data/tokenizers/demo_1024_bpe.model",
-        "MAX_WALLCLOCK_SECONDS": "100",
-        "TRAIN_BATCH_TOKENS": "6144",
-        "TRAIN_SEQ_LEN": "128",
-        "WARMUP_STEPS": "1",
-        "WARMDOWN_FRAC": "0.8",
-        "MUON_MOMENTUM_WARMUP_STEPS": "100",
-        "VAL_BATCH_SIZE": "32768",
-        "VAL_LOSS_EVERY": "100",
-        "TRAIN_LOG_EVERY": "20",
-        "NUM_LAYERS": "4",
-        "MODEL_DIM": "128",
-        "NUM_HEADS": "2",
-        "NUM_KV_HEADS": "1",
-    },
-}
+DEMO = (
+    "DATA_PATH=./data/datasets/demo_sp1024 TOKENIZER_PATH=./data/tokenizers/demo_1024_bpe.model "
+    "MAX_WALLCLOCK_SECONDS=100 TRAIN_BATCH_TOKENS=6144 TRAIN_SEQ_LEN=128 WARMUP_STEPS=1 "
+    "WARMDOWN_FRAC=0.8 MUON_MOMENTUM_WARMUP_STEPS=100 VAL_BATCH_SIZE=32768 VAL_LOSS_EVERY=100 "
+    "TRAIN_LOG_EVERY=20 NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=2 NUM_KV_HEADS=1"
+)
+PRESETS = {"": {}, "demo": dict(knob.split("=") for knob in DEMO.split())}
 # The ranges of the numbers; those in no list may have any value.
 ABOVE_0 = (
     "keep_checkpoints val_batch_size train_batch_tokens batch_slots train_seq_len vocab_size "
@@ -180,20 +166,18 @@ class Hyperparameters:
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
         """Defaults, then the preset, then the environment. Raises InputError: a line a problem."""
-        preset = PRESETS.get(environ.get("PRESET", ""), {})
+        texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
+        patterns = texts.get("CONTROL_TENSOR_NAME_PATTERNS")
+        if patterns is not None:
+            texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
         values, problems = {}, []
         for name, kind in get_type_hints(cls).items():
-            text = environ.get(name.upper(), preset.get(name.upper()))
-            if name in MINUS_1_IS_0 and text in ("-1", "-1.0"):
-                text = "0"
             try:
-                if text is not None:
-                    values[name] = parse_knob(name.upper(), text, kind)
+                if name.upper() in texts:
+                    value = parse_knob(name.upper(), texts[name.upper()], kind)
+                    values[name] = kind(0) if name in MINUS_1_IS_0 and value == -1 else value
             except InputError as error:
                 problems.append(str(error))
-        if "control_tensor_name_patterns" in values:
-            patterns = values["control_tensor_name_patterns"]
-            values.setdefault("int8_keep_float_fp32_name_patterns", patterns)
         hp = cls(**values)
         if hp.resume == "auto" and "RUN_ID" not in environ:
             problems.append("RESUME='auto' needs the RUN_ID of the run to go on with: set it")
@@ -203,39 +187,34 @@ class Hyperparameters:
 
     def problems(self) -> list[str]:
         """A line for each knob that is wrong."""
-        heads, kv_heads = max(self.num_heads, 1), max(self.num_kv_heads, 1)
-        slots, T = max(self.batch_slots, 1), max(self.train_seq_len, 1)
-        unit = slots * T
-        units = f"{unit}: BATCH_SLOTS={slots} times TRAIN_SEQ_LEN={T}"
-        run_id = self.run_id
-        is_name = run_id == Path(run_id).name != ".." and run_id.isprintable()
-        checks = [(getattr(self, name) > 0, name, "above 0") for name in ABOVE_0]
-        checks += [(getattr(self, name) >= 0, name, "0 or more") for name in AT_LEAST_0]
-        checks += [(getattr(self, name) < 1, name, "below 1") for name in BELOW_1]
+        H, K, T = max(self.num_heads, 1), max(self.num_kv_heads, 1), max(self.train_seq_len, 1)
+        slots, batch = max(self.batch_slots, 1), self.train_batch_tokens
+        units = f"{slots * T}: BATCH_SLOTS={slots} times TRAIN_SEQ_LEN={T}"
+        is_name = self.run_id == Path(self.run_id).name != ".." and self.run_id.isprintable()
+        checks = [(name, getattr(self, name) > 0, "above 0") for name in ABOVE_0]
+        checks += [(name, getattr(self, name) >= 0, "0 or more") for name in AT_LEAST_0]
+        checks += [(name, getattr(self, name) < 1, "below 1") for name in BELOW_1]
         checks += [
-            (self.preset in PRESETS, "preset", f"one of {list(PRESETS)}"),
-            (self.device in ("auto", "cuda", "cpu"), "device", "auto, cuda or cpu"),
-            (self.dtype in ("auto", "bf16", "fp32"), "dtype", "auto, bf16 or fp32"),
-            (self.compile in ("auto", "1", "0"), "compile", "auto, 1 or 0"),
-            (is_name, "run_id", "a plain file name in printable characters"),
-            (0 < len(os.fsencode(run_id)) <= 200, "run_id", "1 to 200 bytes long"),
-            (not (self.resume and self.eval_only), "resume", "unset, or EVAL_ONLY unset"),
-            (self.seed < 2**32, "seed", "below 2**32"),
-            (self.vocab_size <= 2**16, "vocab_size", "at most 65536: tokens are uint16"),
-            (self.warmdown_frac <= 1, "warmdown_frac", "at most 1"),
-            (self.model_dim % (2 * heads) == 0, "model_dim", f"an even multiple of {heads} heads"),
-            (heads % kv_heads == 0, "num_heads", f"a multiple of NUM_KV_HEADS={kv_heads}"),
-            (self.train_batch_tokens % unit == 0, "train_batch_tokens", f"a multiple of {units}"),
-            (self.train_batch_tokens < 2**32, "train_batch_tokens", "below 2**32"),
-            (self.val_batch_size >= unit, "val_batch_size", f"at least {units}"),
-            (self.eval_stride <= T, "eval_stride", f"at most TRAIN_SEQ_LEN={T}"),
-            (not 0 < self.max_val_tokens < T, "max_val_tokens", f"0 or at least {T}, one sequence"),
+            ("preset", self.preset in PRESETS, f"one of {list(PRESETS)}"),
+            ("device", self.device in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
+            ("dtype", self.dtype in ("auto", "bf16", "fp32"), "auto, bf16 or fp32"),
+            ("compile", self.compile in ("auto", "1", "0"), "auto, 1 or 0"),
+            ("run_id", is_name, "a plain file name in printable characters"),
+            ("run_id", 0 < len(os.fsencode(self.run_id)) <= 200, "1 to 200 bytes long"),
+            ("resume", not (self.resume and self.eval_only), "unset, or EVAL_ONLY unset"),
+            ("seed", self.seed < 2**32, "below 2**32"),
+            ("vocab_size", self.vocab_size <= 2**16, "at most 65536: tokens are uint16"),
+            ("warmdown_frac", self.warmdown_frac <= 1, "at most 1"),
+            ("model_dim", self.model_dim % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
+            ("num_heads", H % K == 0, f"a multiple of NUM_KV_HEADS={K}"),
+            ("train_batch_tokens", batch % (slots * T) == 0, f"a multiple of {units}"),
+            ("train_batch_tokens", batch < 2**32, "below 2**32"),
+            ("val_batch_size", self.val_batch_size >= slots * T, f"at least {units}"),
+            ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
+            ("max_val_tokens", not 0 < self.max_val_tokens < T, f"0 or at least TRAIN_SEQ_LEN={T}"),
         ]
-        return [
-            f"{name.upper()}={getattr(self, name)!r} must be {rule}"
-            for is_right, name, rule in checks
-            if not is_right
-        ]
+        knobs = {name: f"{name.upper()}={getattr(self, name)!r}" for name, _, _ in checks}
+        return [f"{knobs[name]} must be {rule}" for name, is_right, rule in checks if not is_right]
 
 
 def parse_knob(name: str, text: str, kind: Any) -> Any:
@@ -279,8 +258,8 @@ class CastedLinear(nn.Linear):
     """A linear layer that keeps its weight in fp32 and casts it to the dtype of its input."""
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """(..., in) -> (..., out), times scale (out,). To scale the weight, which is much smaller
-        than the output, saves 2 % of a GPU step (counted, tests/benchmarks)."""
+        """(..., in) -> (..., out), times scale (out,). Scaling the weight, which is much smaller
+        than the output, saves 2 % of a GPU step (counted)."""
         weight, bias = self.weight, self.bias
         if scale is not None:
             weight = scale[:, None] * weight
@@ -315,15 +294,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, takes_groups: bool) -> Tensor:
 
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> bool:
     """Leave one attention backend enabled, the fastest that runs this model's attention here.
-    Returns whether it takes grouped queries. cuDNN leads on Hopper (sm_90); on Blackwell it has
-    returned wrong numbers without an error."""
+    Returns whether it takes grouped queries."""
     H, K = hp.num_heads, hp.num_kv_heads
+    # cuDNN leads on Hopper (sm_90); on Blackwell it has returned wrong numbers without an error.
     hopper = device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    shape = (1, hp.train_seq_len, H + 2 * K, hp.model_dim // H)
     for chosen in ATTENTION_BACKENDS if hopper else ATTENTION_BACKENDS[1:]:
         for name in ATTENTION_BACKENDS:
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == chosen)
         takes_groups = chosen != "mem_efficient"
+        shape = (1, hp.train_seq_len, H + 2 * K, hp.model_dim // H)
         qkv = torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
         with contextlib.suppress(RuntimeError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch tells why a backend cannot
@@ -483,7 +462,7 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        x = a * x + (b * gram + (c * gram) @ gram) @ x
     return x
 
 
@@ -1367,8 +1346,8 @@ class TrainingState:
         hp, paths, problems = self.gpt.hp, self.paths(), []
         if hp.resume not in ("", "auto"):
             return self.read(Path(hp.resume), f"RESUME={hp.resume!r}")
-        unused = not paths or hp.resume == "auto"
-        require(unused, f"RUN_ID={hp.run_id!r} has checkpoints: set RESUME=auto or another RUN_ID")
+        free = hp.resume == "auto" or not paths
+        require(free, f"RUN_ID={hp.run_id!r} has checkpoints: set RESUME=auto or another RUN_ID")
         for path in paths:
             try:
                 return self.read(path, str(path))
@@ -1382,27 +1361,22 @@ class TrainingState:
         """Restore a checkpoint. Raises InputError if it is damaged, or of another model or data."""
         saved = unpack(read_file(path, name, self.gpt), name, size_limit(self.gpt))
         try:
-            require(saved["checkpoint_format"] == 1, "another format")
-            changes = self.changes(saved)
+            old, new = saved["knobs"], asdict(self.gpt.hp)
+            changed = [key for key in new if old.get(key, new[key]) != new[key] and key != "resume"]
+            refused = [key for key in changed if key in MODEL_KNOBS]
+            changes = [f"{key.upper()}:{old[key]}->{new[key]}" for key in refused or changed]
+            require(not refused, f"another model: {' '.join(changes)}: set what it was")
+            files = self.dataset.keys() | saved["dataset"].keys()
+            other = sorted(f for f in files if self.dataset.get(f) != saved["dataset"].get(f))
+            require(not other, f"other data: {' '.join(other)}: set DATA_PATH and TOKENIZER_PATH")
             self.restore(saved)
         except InputError as error:
             raise InputError(f"{name} cannot be gone on from: {error}") from None
         except Exception as error:  # a foreign file may hold anything
             raise InputError(f"{name} is no checkpoint of this program: {error!r}") from None
-        self.runtime.log(f"resume:{path} step:{saved['step']} changed:{changes or 'nothing'}")
+        told = " ".join(changes) or "nothing"
+        self.runtime.log(f"resume:{path} step:{saved['step']} changed:{told}")
         return saved
-
-    def changes(self, saved: Mapping[str, Any]) -> str:
-        """The knobs that differ from the checkpoint's. Raises InputError for those that may not."""
-        old, new = saved["knobs"], asdict(self.gpt.hp)
-        changed = [key for key in new if key in old and new[key] != old[key] and key != "resume"]
-        refused = [key for key in changed if key in MODEL_KNOBS]
-        changes = " ".join(f"{key.upper()}:{old[key]}->{new[key]}" for key in refused or changed)
-        require(not refused, f"it has another model: {changes}: set what it was, or start anew")
-        files = self.dataset.keys() | saved["dataset"].keys()
-        other = sorted(f for f in files if self.dataset.get(f) != saved["dataset"].get(f))
-        require(not other, f"it has other data: {' '.join(other)}: set DATA_PATH, TOKENIZER_PATH")
-        return changes
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -1517,8 +1491,8 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
     train_loss = math.nan  # the last one logged
     stopwatch.start()
     while True:
-        now_ms, signum = stopwatch.elapsed_ms(), stop.wanted()
-        elapsed_ms, signum = runtime.sync_clock_and_signal(now_ms, signum)
+        clock = runtime.sync_clock_and_signal(stopwatch.elapsed_ms(), stop.wanted())
+        elapsed_ms, signum = clock
         capped = 0 < cap_ms <= elapsed_ms and state.step < hp.iterations
         finished = capped or state.step >= hp.iterations
         due = hp.checkpoint_every > 0 and (finished or state.step % hp.checkpoint_every == 0)
@@ -1536,13 +1510,14 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
         stopwatch.lap()
         state.step += 1
 
-        due = hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0)
-        if due:
+        tell = runtime.log.show
+        if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
+            tell = runtime.log
             train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        times = stopwatch.report(state.step)
+        tell(f"step:{state.step}/{hp.iterations} train_loss:{train_loss:.4f} {times}")
+        if tell is runtime.log:
             require_finite("train_loss", train_loss, state.step)
-        line = f"step:{state.step}/{hp.iterations} train_loss:{train_loss:.4f} "
-        tell = runtime.log if due else runtime.log.show
-        tell(line + stopwatch.report(state.step))
         if state.step == 10 and factor < 1 and hp.warmdown_frac == 0 < cap_ms:
             problem = f"warmdown:begun already: WARMDOWN_ITERS={hp.warmdown_iters} such steps take "
             runtime.log(f"{problem}longer than the run: try WARMDOWN_FRAC=0.2, its last fifth")
@@ -1650,40 +1625,36 @@ def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, Any], list[str]]:
 def score(gpt: GPT, model: nn.Module, validation: Validation, runtime: Runtime) -> dict[str, float]:
     """The last lines: the score of the weights that gpt has now. Raises InputError, behind them, if
     it is no finite number."""
-    figures, name = {}, "final_int8_zlib_roundtrip"
+    figures, name, end = {}, "final_int8_zlib_roundtrip", validation.partial
     if gpt.hp.eval_stride:
         loss = evaluate_sliding(model, validation.tokens, gpt.hp, runtime)
         bpb = validation.bits_per_byte(loss)
         figures = {"sliding_val_loss": loss, "sliding_val_bpb": bpb}
-        scores = f"val_loss:{loss:.8f} val_bpb:{bpb:.8f}{validation.partial}"
-        runtime.log(f"{name}_sliding stride:{gpt.hp.eval_stride} {scores}")
+        stride = f"stride:{gpt.hp.eval_stride}"
+        runtime.log(f"{name}_sliding {stride} val_loss:{loss:.8f} val_bpb:{bpb:.8f}{end}")
     started = time.perf_counter()
     loss = evaluate(model, validation.tokens, gpt.hp, runtime)
-    eval_ms, bpb = 1000 * (time.perf_counter() - started), validation.bits_per_byte(loss)
-    runtime.log(
-        f"{name} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{eval_ms:.0f}ms{validation.partial}\n"
-        f"{name}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}{validation.partial}"
-    )
+    ms = 1000 * (time.perf_counter() - started)
+    bpb = validation.bits_per_byte(loss)
+    runtime.log(f"{name} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms{end}")
+    runtime.log(f"{name}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}{end}")
     require(math.isfinite(loss), f"the score is {loss}: train at lower learning rates")
-    return {"val_loss": loss, "val_bpb": bpb, "eval_ms": eval_ms, **figures}
+    return {"val_loss": loss, "val_bpb": bpb, "eval_ms": ms, **figures}
 
 
 def write_result(state: TrainingState, figures: Mapping[str, Any]) -> None:
     """OUTPUT_DIR/final_result.json: what was run, where, on which data, and what came of it."""
-    runtime, modules = state.runtime, (torch, np, sentencepiece)
-    versions = {module.__name__: str(module.__version__) for module in modules}
+    runtime, versions = state.runtime, {"python": platform.python_version()}
+    for module in (torch, np, sentencepiece):
+        versions[module.__name__] = str(module.__version__)
     gpu = torch.cuda.get_device_name() if runtime.device.type == "cuda" else None
     machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpu": gpu}
     machine |= {"device": str(runtime.device), "dtype": str(runtime.dtype)}
-    result = {
-        **figures,
-        "versions": {**versions, "python": platform.python_version()},
-        "machine": {**machine, "world_size": runtime.world_size},
-        "knobs": asdict(state.gpt.hp),
-        "dataset": state.dataset,
-    }
-    data = json.dumps(result, indent=1).encode()
-    write_file(Path(state.gpt.hp.output_dir, "final_result.json"), data)
+    machine["world_size"] = runtime.world_size
+    result = {**figures, "versions": versions, "machine": machine}
+    result |= {"knobs": asdict(state.gpt.hp), "dataset": state.dataset}
+    path = Path(state.gpt.hp.output_dir, "final_result.json")
+    write_file(path, json.dumps(result, indent=1).encode())
 
 
 def train_and_export(state: TrainingState, validation: Validation, stop: StopRequest) -> int:
