@@ -268,8 +268,8 @@ class CastedLinear(nn.Linear):
 
 
 def rotary_tables(seq_len: int, head_width: int, base: float) -> Tensor:
-    """cos and sin of the angles t * base**(-2j/h): RoPE (Su et al., 2021), (2, T, h/2). The angles
-    need fp32: in bf16 most positions beyond 256 equal a neighbour."""
+    """cos and sin of the angles t * base**(-2j/h), (2, T, h/2): RoPE (Su et al., 2021)."""
+    # In bf16 most positions beyond 256 would equal a neighbour.
     frequencies = base ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
@@ -316,15 +316,14 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, hp: Hyperparameters, takes_groups: bool = True) -> None:
         super().__init__()
-        D, kv_dim = hp.model_dim, hp.model_dim // hp.num_heads * hp.num_kv_heads
-        self.num_heads = hp.num_heads
-        self.num_kv_heads = hp.num_kv_heads
+        D, H, K = hp.model_dim, hp.num_heads, hp.num_kv_heads
+        self.num_heads, self.num_kv_heads = H, K
         self.takes_groups = takes_groups  # see choose_attention
         self.c_q = CastedLinear(D, D, bias=False)
-        self.c_k = CastedLinear(D, kv_dim, bias=False)
-        self.c_v = CastedLinear(D, kv_dim, bias=False)
+        self.c_k = CastedLinear(D, D // H * K, bias=False)
+        self.c_v = CastedLinear(D, D // H * K, bias=False)
         self.proj = CastedLinear(D, D, bias=False)
-        self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
+        self.q_gain = nn.Parameter(torch.full((H,), hp.qk_gain_init))
 
     def forward(self, x: Tensor, scale: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D), times scale (D,)."""
@@ -410,8 +409,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """What follows torch's own initialization. Matrices are rounded to bf16, so that the first
-        step does not depend on who rounds them later."""
+        """What follows torch's own initialization. Matrices are rounded to bf16 now, not later."""
         if self.lm_head is None:
             self.tok_emb.weight.normal_(std=self.hp.tied_embed_init_std)
         patterns = self.hp.control_tensor_name_patterns
@@ -627,8 +625,7 @@ def find_shards(pattern: str) -> list[Path]:
 
 
 def load_data_shard(path: str | Path) -> Tensor:
-    """The tokens of a shard, uint16 (n,), mapped into memory; writing to it leaves the file alone.
-    Raises InputError naming the file for a wrong header or size."""
+    """The tokens of a shard, uint16 (n,), mapped into memory. Raises InputError naming the file."""
     require_file(path, f"DATA_PATH: {path}")
     header = [*np.fromfile(path, "<i4", SHARD_HEADER_BYTES // 4).tolist(), 0, 0, 0]
     is_shard = header[:2] == SHARD_MAGIC_AND_VERSION
@@ -760,23 +757,17 @@ def load_tokenizer(hp: Hyperparameters) -> TokenBytes:
         sp = sentencepiece.SentencePieceProcessor(model_file=hp.tokenizer_path)
     except (OSError, RuntimeError) as error:
         raise InputError(f"{knob} must be a SentencePiece .model file: {error}") from None
-    size = sp.vocab_size()
-    problem = f"{knob} has {size} pieces: set VOCAB_SIZE={size}, not {hp.vocab_size}"
-    require(size == hp.vocab_size, problem)
-    has_space = not sp.IsUnknown(sp.PieceToId("\u2581"))  # SentencePiece's sign for a space
+    size, space = sp.vocab_size(), "\u2581"  # as SentencePiece writes it
+    same = size == hp.vocab_size
+    require(same, f"{knob} has {size} pieces: set VOCAB_SIZE={size}, not {hp.vocab_size}")
+    has_space = not sp.IsUnknown(sp.PieceToId(space))
     require(has_space, f"{knob} has no piece for a lone space (U+2581): train it with that piece")
-    length = np.zeros(size, dtype=np.int64)
-    leading_space = np.zeros(size, dtype=bool)
-    no_text = np.zeros(size, dtype=bool)
-    for i in range(size):
-        piece = sp.IdToPiece(i)
-        no_text[i] = sp.IsControl(i) or sp.IsUnknown(i) or sp.IsUnused(i)
-        if sp.IsByte(i):
-            length[i] = 1
-        elif not no_text[i]:
-            leading_space[i] = piece.startswith("\u2581")
-            length[i] = len(piece.removeprefix("\u2581").encode())
-    return TokenBytes(length, leading_space, no_text)
+    no_text = [sp.IsControl(i) or sp.IsUnknown(i) or sp.IsUnused(i) for i in range(size)]
+    pieces = ["" if no_text[i] else sp.IdToPiece(i) for i in range(size)]
+    length = [len(piece.removeprefix(space).encode()) for piece in pieces]
+    length = [1 if sp.IsByte(i) else length[i] for i in range(size)]
+    leading_space = [piece.startswith(space) for piece in pieces]
+    return TokenBytes(np.array(length), np.array(leading_space), np.array(no_text))
 
 
 @dataclass(frozen=True)
@@ -790,8 +781,7 @@ class Validation:
     @classmethod
     def load(cls, hp: Hyperparameters, token_bytes: TokenBytes) -> "Validation":
         """All validation shards. Raises InputError without a whole sequence, or without text."""
-        T = hp.train_seq_len
-        stream = TokenStream(hp.files("val"), hp.vocab_size)
+        T, stream = hp.train_seq_len, TokenStream(hp.files("val"), hp.vocab_size)
         tokens = stream.take(sum(len(shard) for shard in stream.shards))
         whole = (len(tokens) - 1) // T  # sequences
         source = f"DATA_PATH={hp.data_path!r}: {len(tokens)} validation tokens"
@@ -1300,10 +1290,14 @@ class TrainingState:
         self.step = step
         self.stopwatch.reset(saved["train_ms"])
 
+    @property
+    def folder(self) -> Path:
+        return Path(self.gpt.hp.output_dir, "checkpoints", self.gpt.hp.run_id)
+
     def paths(self) -> list[Path]:
         """The newest first, by the time of writing: after going back, earlier steps are newer."""
-        paths = Path(self.gpt.hp.output_dir, "checkpoints", self.gpt.hp.run_id).glob("step_*.pt")
-        return sorted(sorted(paths), key=lambda path: path.lstat().st_mtime_ns)[::-1]
+        paths = sorted(self.folder.glob("step_*.pt"))
+        return sorted(paths, key=lambda path: path.lstat().st_mtime_ns)[::-1]
 
     def save(self) -> None:
         """Copy everything now, and write it in the background. Raises InputError if the weights are
@@ -1318,14 +1312,14 @@ class TrainingState:
 
     def write(self, saved: dict[str, Any]) -> None:
         """Write a checkpoint. If that fails, the run goes on without it."""
-        hp = self.gpt.hp
-        path = Path(hp.output_dir, "checkpoints", hp.run_id, f"step_{saved['step']:08d}.pt")
+        path = self.folder / f"step_{saved['step']:08d}.pt"
         try:
-            for stale in path.parent.glob("*.part"):  # of a run that was killed
+            for stale in self.folder.glob("*.part"):  # of a run that was killed
                 stale.unlink()
-            write_file(path, serialize({**saved, "knobs": asdict(hp), "dataset": self.dataset}))
+            saved |= {"knobs": asdict(self.gpt.hp), "dataset": self.dataset}
+            write_file(path, serialize(saved))
             self.runtime.log(f"checkpoint:{path}")
-            for old in self.paths()[hp.keep_checkpoints :]:
+            for old in self.paths()[self.gpt.hp.keep_checkpoints :]:
                 old.unlink()
         except (InputError, OSError) as error:
             self.runtime.log(f"checkpoint:failed, the older ones stay: {error}")
@@ -1390,7 +1384,7 @@ class Stopwatch:
 
     def reset(self, elapsed_ms: float) -> None:
         """Stand still at elapsed_ms."""
-        self.before_ms = elapsed_ms  # until the last pause
+        self.before_ms = elapsed_ms
         self.started: float | None = None  # in seconds; None while it stands still
         self.last_step: Any = None  # the device's event behind its work
 
@@ -1401,26 +1395,23 @@ class Stopwatch:
         self.started = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop when the device has done its work."""
         self.device.synchronize()
         self.reset(self.elapsed_ms())
 
     def lap(self) -> None:
         """Call after each step. Waits for the one before it: the host stays one step ahead, so that
         its clock follows the device and the device always has work."""
-        previous = self.last_step
-        self.last_step = self.device.Event()
+        previous, self.last_step = self.last_step, self.device.Event()
         self.last_step.record()
         if previous is not None:
             previous.synchronize()
 
     def elapsed_ms(self) -> float:
-        """Milliseconds of training so far."""
         running = 0.0 if self.started is None else time.perf_counter() - self.started
         return self.before_ms + 1000 * running
 
     def report(self, step: int) -> str:
-        """The end of a log line: the time, and its average over the steps."""
+        """The end of a log line."""
         elapsed_ms = self.elapsed_ms()
         return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
 
