@@ -545,7 +545,8 @@ def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn
         group = outside.get(name)
         if name.startswith("blocks."):
             control = is_control_tensor(name, hp.control_tensor_name_patterns)
-            group = "matrix" if param.ndim == 2 and not control else "scalar"
+            matrix = param.ndim == 2 and param.requires_grad and not control
+            group = "matrix" if matrix else "scalar"  # Adam passes over what is frozen
         assert group, f"{name} is in no optimizer: send it to a group here"
         groups[group].append(param)
     return groups
@@ -695,10 +696,11 @@ class DistributedTokenLoader:
         """Inputs and targets, int64 (B, T) each, of this rank's next micro-step. global_tokens: of
         the optimizer step. Raises InputError if a micro-step's share is not whole sequences."""
         started = time.perf_counter()
-        unit = self.world_size * grad_accum_steps * seq_len
-        whole = global_tokens > 0 and global_tokens % unit == 0
-        require(whole, f"TRAIN_BATCH_TOKENS={global_tokens} must be a multiple of {unit}")
-        span = global_tokens // (self.world_size * grad_accum_steps) + 1  # and the last target
+        slots = self.world_size * grad_accum_steps
+        local = global_tokens // slots
+        problem = f"TRAIN_BATCH_TOKENS={global_tokens} must be a multiple of {slots * seq_len}"
+        require(local > 0 and local % seq_len == 0, problem)
+        span = local + 1  # and the last target
         if self.ahead is None or len(self.ahead) != span:
             self.seek(self.position)
             self.ahead = self.read_ahead(span)
@@ -969,7 +971,11 @@ def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
     obj = unpack(data, name, size_limit(gpt))
     try:
         obj = obj["model"] if "checkpoint_format" in obj else obj
-        gpt.load_state_dict(dequantize_state_dict_int8(obj) if "__quant_format__" in obj else obj)
+        if "__quant_format__" in obj:
+            # Shapes that do not fit are refused before dequantizing makes them eight times larger.
+            gpt.load_state_dict(obj["quantized"] | obj["passthrough"])
+            obj = dequantize_state_dict_int8(obj)
+        gpt.load_state_dict(obj)
     except Exception as error:  # a foreign file may hold anything
         reason = " ".join(str(error).split()) or repr(error)
         raise InputError(f"{name} does not fit: {reason}: set the model's knobs") from None
@@ -1072,7 +1078,7 @@ def read_topology(environ: Mapping[str, str], slots: int) -> tuple[int, int, int
         return 0, 1, 0, False
     rank = parse_knob("RANK", environ["RANK"], int)
     require(0 <= rank < world_size, f"RANK={rank} must be from 0 to WORLD_SIZE-1={world_size - 1}")
-    port = parse_knob("MASTER_PORT", environ.get("MASTER_PORT", ""), int)
+    port = parse_knob("MASTER_PORT", environ.get("MASTER_PORT", "0"), int)
     has_address = "MASTER_ADDR" in environ and 0 < port < 2**16
     require(has_address, "RANK needs MASTER_ADDR and MASTER_PORT: use torchrun, or unset RANK")
     return rank, world_size, parse_knob("LOCAL_RANK", environ.get("LOCAL_RANK", "0"), int), True
@@ -1152,12 +1158,13 @@ class StopRequest:
                 signal.signal(number, self.handle)
 
     def handle(self, signum: int, frame: Any) -> None:
-        """torchrun's copy of a Ctrl-C comes within a second, and is no second signal."""
-        if not self.in_training or (self.signum and time.monotonic() > self.time + 1):
+        """Within a second it is torchrun's copy of a signal to all processes, no second one."""
+        if self.signum and time.monotonic() < self.time + 1:
+            return
+        if self.signum or not self.in_training:
             os._exit(128 + signum)
-        if not self.signum:
-            self.signum = signum
-            self.time = time.monotonic()
+        self.signum = signum
+        self.time = time.monotonic()
 
     def wanted(self) -> int:
         """The signal to obey, or 0."""
@@ -1215,11 +1222,14 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def read_file(path: str | Path, name: str, gpt: GPT) -> bytes:
-    """A file of gpt's. Raises InputError if it is no such file, or too large to be one."""
+    """A file of gpt's. Raises InputError if it cannot be read, or is too large to be one."""
     require_file(path, name)
     small = os.path.getsize(path) <= size_limit(gpt)
     require(small, f"{name} is too large for this model: set the knobs of the model in the file")
-    return Path(path).read_bytes()
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from None
 
 
 @dataclass
@@ -1479,7 +1489,7 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
     and the signal or 0."""
     hp, runtime, stopwatch = state.gpt.hp, state.runtime, state.stopwatch
     cap_ms, begun_at = 1000 * hp.max_wallclock_seconds, state.step
-    train_loss = math.nan  # the last one logged
+    last_loss = ""  # as it was logged
     stopwatch.start()
     while True:
         clock = runtime.sync_clock_and_signal(stopwatch.elapsed_ms(), stop.wanted())
@@ -1501,14 +1511,15 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
         stopwatch.lap()
         state.step += 1
 
-        tell = runtime.log.show
-        if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
-            tell = runtime.log
-            train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        due = hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0)
+        tell = runtime.log if due else runtime.log.show
+        if due:
+            loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+            last_loss = f"train_loss:{loss:.4f} "
         times = stopwatch.report(state.step)
-        tell(f"step:{state.step}/{hp.iterations} train_loss:{train_loss:.4f} {times}")
-        if tell is runtime.log:
-            require_finite("train_loss", train_loss, state.step)
+        tell(f"step:{state.step}/{hp.iterations} {last_loss}{times}")
+        if due:
+            require_finite("train_loss", loss, state.step)
         if state.step == 10 and factor < 1 and hp.warmdown_frac == 0 < cap_ms:
             problem = f"warmdown:begun already: WARMDOWN_ITERS={hp.warmdown_iters} such steps take "
             runtime.log(f"{problem}longer than the run: try WARMDOWN_FRAC=0.2, its last fifth")
@@ -1521,7 +1532,7 @@ def prepare_demo(hp: Hyperparameters, log: Log) -> None:
         return
     script = Path(__file__).with_name("data") / "demo_corpus.py"
     command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
     reason = (result.stderr.strip() or "no message").splitlines()[-1]
     require(result.returncode == 0, f"PRESET=demo: {script} failed: {reason}")
     log(result.stdout.rstrip())
@@ -1557,7 +1568,8 @@ def check_replicas(state: TrainingState) -> None:
     digest = hashlib.sha256()
     for optimizer in state.optimizers:
         for held in optimizer.state.values():
-            digest.update(str(int(held.get("step", 0))).encode())
+            if "step" in held:  # Adam's: of Muon's state ranks may hold unequal shares
+                digest.update(str(int(held["step"])).encode())
     for tensor in state.gpt.state_dict().values():
         digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
     digests = state.runtime.gather(digest.digest())
