@@ -241,7 +241,7 @@ def near_knobs(environ: Mapping[str, str]) -> list[str]:
 
 
 def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a parameter's full name holds one of the patterns: it is trained by Adam, in fp32."""
+    """Whether the full name of a parameter holds one of the patterns."""
     return any(pattern in name for pattern in patterns)
 
 
@@ -940,7 +940,7 @@ def serialize(obj: Any) -> bytes:
 
 
 def size_limit(gpt: nn.Module) -> int:
-    """Bytes that no file of gpt's exceeds, unpacked: a checkpoint has three fp32 for a weight."""
+    """More bytes than any file of gpt's has, unpacked: at most three fp32 values for a weight."""
     return 16 * sum(p.numel() for p in gpt.parameters()) + 2**24
 
 
@@ -1046,7 +1046,7 @@ class Runtime:
     log: Log = Log()
 
     def gather(self, value: Any) -> list[Any]:
-        """The Python values of all ranks, on every rank. All wait for all."""
+        """The Python values of all ranks, on every rank. Every rank must call it."""
         values = [value] * self.world_size
         if self.distributed:
             dist.all_gather_object(values, value)
@@ -1089,7 +1089,7 @@ def open_device(hp: Hyperparameters, environ: Mapping[str, str], local_rank: int
     num_gpus = torch.cuda.device_count()
     if hp.device == "cuda" or (hp.device == "auto" and num_gpus > 0):
         problem = f"DEVICE={hp.device!r} LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs"
-        require(local_rank < num_gpus, f"{problem}: start fewer processes, or set DEVICE=cpu")
+        require(0 <= local_rank < num_gpus, f"{problem}: start fewer processes, or set DEVICE=cpu")
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
         return torch.device("cuda", local_rank)
@@ -1112,7 +1112,7 @@ def open_runtime(hp: Hyperparameters, environ: Mapping[str, str]) -> Runtime:
     if device.type == "cuda":
         fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     bf16 = hp.dtype == "bf16" or (hp.dtype == "auto" and fast_bf16)
-    warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for what 2.9 has
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch deprecates names that 2.9 needs
     if distributed:
         # torchrun may keep its store over restarts: what earlier ranks wrote is not for these.
         store, _, _ = next(dist.rendezvous("env://"))
@@ -1138,33 +1138,28 @@ def compile_and_wrap(gpt: GPT, runtime: Runtime) -> tuple[nn.Module, Callable]:
         model = nn.parallel.DistributedDataParallel(model, **options)
     machine = f"device:{runtime.device} dtype:{runtime.dtype} compile:{compiled}"
     runtime.log(f"{machine} cpu_threads:{torch.get_num_threads()}")
-    if torch.version.cuda and not torch.cuda.is_available():
-        runtime.log("device:this torch is made for CUDA but sees no GPU: does nvidia-smi?")
+    if gpt.hp.device == "auto" and torch.version.cuda and runtime.device.type == "cpu":
+        runtime.log("device:torch is built for CUDA but sees no GPU, so the CPU it is: nvidia-smi?")
     return model, newton_schulz_fn
 
 
 class StopRequest:
-    """A wish to end the run: SIGTERM, SIGINT, SIGHUP (unless ignored, as under nohup), or a
-    torchrun that is gone. In training the step in hand is finished first. A second signal, and one
-    outside of training, ends the process at once. The exit code is 128 + signal."""
+    """A wish to end the run after the step in hand: SIGTERM, SIGINT, SIGHUP (unless ignored, as
+    under nohup), or a torchrun that is gone. A second signal, and one outside of training, ends the
+    process at once. The exit code is 128 + signal."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.in_training = False
         self.signum = 0
         self.time = 0.0
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.handle)
 
     def handle(self, signum: int, frame: Any) -> None:
         """Within a second it is torchrun's copy of a signal to all processes, no second one."""
-        if self.signum and time.monotonic() < self.time + 1:
-            return
-        if self.signum or not self.in_training:
+        if self.signum and time.monotonic() > self.time + 1:
             os._exit(128 + signum)
-        self.signum = signum
-        self.time = time.monotonic()
+        if not self.signum:
+            self.signum = signum
+            self.time = time.monotonic()
 
     def wanted(self) -> int:
         """The signal to obey, or 0."""
@@ -1173,12 +1168,16 @@ class StopRequest:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Inside, the first signal is only a wish."""
-        self.in_training = True
+        """Inside, a signal is a wish. Outside it has the system's effect, also in C++ that waits."""
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        heeded = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+        for number in heeded:
+            signal.signal(number, self.handle)
         try:
             yield
         finally:
-            self.in_training = False
+            for number in heeded:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def report_error(error: Exception, environ: Mapping[str, str]) -> None:
@@ -1198,7 +1197,7 @@ def report_error(error: Exception, environ: Mapping[str, str]) -> None:
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
-# A run cannot go on with another model: these knobs must be what they were.
+# A resumed run needs the same model: these knobs must not change.
 MODEL_KNOBS = (
     "vocab_size num_layers model_dim num_heads num_kv_heads mlp_mult tie_embeddings rope_base "
     "logit_softcap train_seq_len control_tensor_name_patterns".split()
@@ -1311,7 +1310,7 @@ class TrainingState:
 
     def save(self) -> None:
         """Copy everything now, and write it in the background. Raises InputError if the weights are
-        not finite: the checkpoints that there are are worth more."""
+        not finite: no good checkpoint shall make room for them."""
         total = sum(param.detach().float().sum() for param in self.gpt.parameters())
         require_finite("sum of the weights", total.item(), self.step)
         self.wait()
@@ -1329,10 +1328,12 @@ class TrainingState:
             saved |= {"knobs": asdict(self.gpt.hp), "dataset": self.dataset}
             write_file(path, serialize(saved))
             self.runtime.log(f"checkpoint:{path}")
-            for old in self.paths()[self.gpt.hp.keep_checkpoints :]:
-                old.unlink()
         except (InputError, OSError) as error:
             self.runtime.log(f"checkpoint:failed, the older ones stay: {error}")
+            return
+        for old in self.paths()[self.gpt.hp.keep_checkpoints :]:
+            with contextlib.suppress(OSError):
+                old.unlink()
 
     def wait(self) -> None:
         """Until the last checkpoint has reached the disk."""
@@ -1375,7 +1376,7 @@ class TrainingState:
             require(not other, f"other data: {' '.join(other)}: set DATA_PATH and TOKENIZER_PATH")
             self.restore(saved)
         except InputError as error:
-            raise InputError(f"{name} cannot be gone on from: {error}") from None
+            raise InputError(f"{name} cannot be resumed: {error}") from None
         except Exception as error:  # a foreign file may hold anything
             raise InputError(f"{name} is no checkpoint of this program: {error!r}") from None
         told = " ".join(changes) or "nothing"
@@ -1385,7 +1386,7 @@ class TrainingState:
 
 # ---- Training ------------------------------------------------------------------------------------
 class Stopwatch:
-    """Training time, without the pauses: the device's, not the host's, which runs ahead of it."""
+    """Training time without pauses. It follows the device, since the host may run a step ahead."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -1427,7 +1428,7 @@ class Stopwatch:
 
 
 def require_finite(what: str, value: float, step: int) -> None:
-    """Raise InputError unless value, which all ranks know, is a finite number."""
+    """Raise InputError unless value, the same on every rank, is a finite number."""
     advice = "go back to the last checkpoint, with lower learning rates or with GRAD_CLIP_NORM"
     require(math.isfinite(value), f"step:{step} the {what} is {value}: {advice}")
 
@@ -1449,7 +1450,7 @@ def train_step(state: TrainingState) -> Tensor:
         # bucket, to all ranks (all-reduce), and leave the mean over the ranks in param.grad.
         loss.backward()
         total_loss += loss.detach()
-    for name, param in model.named_parameters():
+    for name, param in state.gpt.named_parameters():
         assert param.grad is not None or not param.requires_grad, f"{name} got no gradient"
     if hp.grad_clip_norm > 0:
         nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip_norm)
@@ -1464,7 +1465,8 @@ def warm_up(state: TrainingState) -> None:
     log, wanted = state.runtime.log, state.gpt.hp.warmup_steps
     start = state.snapshot()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.gpt.hp, 0))
-    # One at least with several ranks: DDP orders its sums anew after the first step of a process.
+    # At least one with several ranks: DDP regroups its buckets after the first step of a process,
+    # which changes how sums are rounded.
     for step in range(1, max(wanted, int(state.runtime.distributed)) + 1):
         log.show(f"warmup_step:{step - 1}/{wanted}")
         train_step(state)
@@ -1595,7 +1597,7 @@ def log_memory_and_speed(state: TrainingState) -> None:
 
 
 def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, Any], list[str]]:
-    """Write final_model.pt and final_model.int8.ptz. Returns the latter as it lies on the disk
+    """Write final_model.pt and final_model.int8.ptz. Returns the latter, read back from disk
     (from memory if it could not be written), sizes, and what could not be written."""
     hp, code_bytes = gpt.hp, os.path.getsize(__file__)
     state_dict = {name: tensor.cpu() for name, tensor in gpt.state_dict().items()}
@@ -1626,8 +1628,8 @@ def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, Any], list[str]]:
 
 
 def score(gpt: GPT, model: nn.Module, validation: Validation, runtime: Runtime) -> dict[str, float]:
-    """The last lines: the score of the weights that gpt has now. Raises InputError, behind them, if
-    it is no finite number."""
+    """The last lines: the score of the weights that gpt has now, which come from a file. Raises
+    InputError after logging them if it is no finite number."""
     figures, name, end = {}, "final_int8_zlib_roundtrip", validation.partial
     if gpt.hp.eval_stride:
         loss = evaluate_sliding(model, validation.tokens, gpt.hp, runtime)
@@ -1665,11 +1667,13 @@ def train_and_export(state: TrainingState, validation: Validation, stop: StopReq
     runtime, gpt = state.runtime, state.gpt
     state.load()
     warm_up(state)
-    try:
-        with stop.training():
+    with stop.training():
+        try:
             capped, signum = train(state, validation, stop)
-    finally:
-        state.wait()
+        finally:
+            state.wait()
+    if stop.signum and not signum:  # it came behind the last step
+        os._exit(128 + stop.signum)
     steps = f"step:{state.step}/{gpt.hp.iterations}"
     if signum:
         ways = f"to go on, set RESUME=auto and RUN_ID={gpt.hp.run_id}"
@@ -1716,13 +1720,12 @@ def run(environ: Mapping[str, str], stop: StopRequest) -> int:
 
     # The model, if it fits: fp32 weights, gradients and optimizer state; the logits of a slot.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    D, V = hp.model_dim, hp.vocab_size
+    D, V, batch = hp.model_dim, hp.vocab_size, hp.train_batch_tokens
     weights = 12 * hp.num_layers * D * D * (2 + 2 * hp.mlp_mult) + 8 * V * D
-    logits = 6 * V * hp.train_batch_tokens // hp.batch_slots
-    too_much = f"GB, and this machine has {memory >> 30}: choose less"
-    require(weights <= memory, f"MODEL_DIM={D} takes {weights >> 30} {too_much}")
-    knob = f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens}"
-    require(logits <= memory, f"{knob} takes {logits >> 30} {too_much}, or more BATCH_SLOTS")
+    logits = 6 * V * batch // hp.batch_slots
+    for knob, needed in ((f"MODEL_DIM={D}", weights), (f"TRAIN_BATCH_TOKENS={batch}", logits)):
+        problem = f"{knob} needs {needed >> 30} GB, and this machine has {memory >> 30}"
+        require(needed <= memory, f"{problem}: choose less")
     for seed in (random.seed, np.random.seed, torch.manual_seed):  # the last one: CPU and CUDA
         seed(hp.seed)
     takes_groups = choose_attention(hp, runtime.device, runtime.dtype)
@@ -1749,10 +1752,11 @@ def run(environ: Mapping[str, str], stop: StopRequest) -> int:
 
 def main() -> None:
     """Run as the environment says, and leave with its exit code: 1 after an error."""
-    sys.stdout.reconfigure(errors="backslashreplace")
-    stop = StopRequest(os.environ)
+    if sys.stdout:  # None if it was closed
+        sys.stdout.reconfigure(errors="backslashreplace")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt, which prints a traceback
     try:
-        code = run(os.environ, stop)
+        code = run(os.environ, StopRequest(os.environ))
     except Exception as error:
         report_error(error, os.environ)
         code = 1
