@@ -1168,7 +1168,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Inside, a signal is a wish. Outside it has the system's effect, also in C++ that waits."""
+        """Inside, a signal is a wish. Outside it has the system's effect, even while C++ waits."""
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
         heeded = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
         for number in heeded:
