@@ -483,7 +483,7 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        x = a * x + (b * gram + (c * gram) @ gram) @ x
     return x
 
 
