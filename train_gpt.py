@@ -719,10 +719,11 @@ class DistributedTokenLoader:
         """Inputs and targets, int64 (B, T) each, of this rank's next micro-step. global_tokens: of
         the optimizer step. Raises InputError if a micro-step's share is not whole sequences."""
         started = time.perf_counter()
-        unit = self.world_size * grad_accum_steps * seq_len
-        whole = global_tokens > 0 and global_tokens % unit == 0
-        require(whole, f"TRAIN_BATCH_TOKENS={global_tokens} must be a multiple of {unit}")
-        span = global_tokens // (self.world_size * grad_accum_steps) + 1  # and the last target
+        slots = self.world_size * grad_accum_steps
+        local = global_tokens // slots
+        problem = f"TRAIN_BATCH_TOKENS={global_tokens} must be a multiple of {slots * seq_len}"
+        require(local > 0 and local % seq_len == 0, problem)
+        span = local + 1  # and the last target
         if self.ahead is None or len(self.ahead) != span:
             self.seek(self.position)
             self.ahead = self.read_ahead(span)
