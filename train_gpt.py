@@ -206,6 +206,7 @@ class Hyperparameters:
         heads, kv_heads = max(self.num_heads, 1), max(self.num_kv_heads, 1)
         slots, T = max(self.batch_slots, 1), max(self.train_seq_len, 1)
         unit = slots * T
+        even = f"an even multiple of NUM_HEADS={heads}"
         units = f"{unit}: BATCH_SLOTS={slots} times TRAIN_SEQ_LEN={T}"
         run_id = self.run_id
         is_name = run_id == Path(run_id).name != ".." and run_id.isprintable()
@@ -223,7 +224,7 @@ class Hyperparameters:
             (self.seed < 2**32, "seed", "below 2**32"),
             (self.vocab_size <= 2**16, "vocab_size", "at most 65536: tokens are uint16"),
             (self.warmdown_frac <= 1, "warmdown_frac", "at most 1"),
-            (self.model_dim % (2 * heads) == 0, "model_dim", f"an even multiple of {heads} heads"),
+            (self.model_dim % (2 * heads) == 0, "model_dim", even),
             (heads % kv_heads == 0, "num_heads", f"a multiple of NUM_KV_HEADS={kv_heads}"),
             (self.train_batch_tokens % unit == 0, "train_batch_tokens", f"a multiple of {units}"),
             (self.train_batch_tokens < 2**32, "train_batch_tokens", "below 2**32"),
@@ -1104,7 +1105,7 @@ def read_topology(environ: Mapping[str, str], slots: int) -> tuple[int, int, int
         return 0, 1, 0, False
     rank = parse_knob("RANK", environ["RANK"], int)
     require(0 <= rank < world_size, f"RANK={rank} must be from 0 to WORLD_SIZE-1={world_size - 1}")
-    port = parse_knob("MASTER_PORT", environ.get("MASTER_PORT", ""), int)
+    port = parse_knob("MASTER_PORT", environ.get("MASTER_PORT", "0"), int)
     has_address = "MASTER_ADDR" in environ and 0 < port < 2**16
     require(has_address, "RANK needs MASTER_ADDR and MASTER_PORT: use torchrun, or unset RANK")
     return rank, world_size, parse_knob("LOCAL_RANK", environ.get("LOCAL_RANK", "0"), int), True
