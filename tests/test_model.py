@@ -133,6 +133,19 @@ def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
     assert set(seen) == {torch.bfloat16} and half(x, y).dtype == torch.float32
 
 
+def test_a_forward_hook_of_every_layer_that_is_called_fires():
+    """All linear layers but c_q, c_k and c_v, whose product is one: see CausalSelfAttention."""
+    gpt, hp = build(tie_embeddings=False)
+    fired = []
+    for name, module in gpt.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, args, output, name=name: fired.append(name))
+    gpt(*batch(hp))
+    layers = ("attn.proj", "mlp.fc", "mlp.proj")
+    expected = [f"blocks.{i}.{layer}" for i in range(hp.num_layers) for layer in layers]
+    assert fired == [*expected, "lm_head"]
+
+
 @pytest.mark.parametrize("position", [0, 7, 23])
 def test_causality(position):
     """A token's loss depends on every token up to it and on none behind it."""
