@@ -569,7 +569,8 @@ def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn
         group = outside.get(name)
         if name.startswith("blocks."):
             control = is_control_tensor(name, hp.control_tensor_name_patterns)
-            group = "matrix" if param.ndim == 2 and not control else "scalar"
+            matrix = param.ndim == 2 and param.requires_grad and not control
+            group = "matrix" if matrix else "scalar"  # Adam passes over what is frozen
         assert group, f"{name} is in no optimizer: send it to a group here"
         groups[group].append(param)
     return groups
