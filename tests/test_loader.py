@@ -123,6 +123,18 @@ def test_the_share_of_a_micro_step_is_rounded_down(shards):
     assert x.tolist() == [list(range(24))] and y.tolist() == [list(range(1, 25))]
 
 
+def test_a_position_that_is_sought_is_where_the_next_batch_begins(shards):
+    loader = DistributedTokenLoader(shards, 0, 1, "cpu")
+    loader.next_batch(8, 1, 8)
+    kept = loader.position
+    following = [loader.next_batch(8, 1, 8)[0].tolist() for _ in range(30)]
+    loader.seek(kept)
+    assert [loader.next_batch(8, 1, 8)[0].tolist() for _ in range(30)] == following
+    for position in ((4, 0), (-1, 0), (0, -1), (2, 8)):
+        with pytest.raises(IndexError):
+            loader.seek(position)
+
+
 def step_spans(pattern: str, world_size: int, slot_tokens: int, steps: int) -> list[list[int]]:
     """The spans of tokens (inputs and the last target) of `steps` optimizer steps, in the order of
     micro-steps, then ranks."""

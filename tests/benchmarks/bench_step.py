@@ -139,6 +139,7 @@ def main() -> None:
         runtime = train_gpt.open_runtime(hp, os.environ)
         peak = peak_flops(runtime)
         state = build_state(hp, runtime)
+        # Autocast wants the embedding in bf16, whatever the trainer's dtype is.
         plain_gpt = plain_model = plain.PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
         plain_gpt.load_state_dict(state.gpt.state_dict())
         plain_optimizers = plain.PlainOptimizers(plain_gpt, hp)
