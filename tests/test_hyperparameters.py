@@ -270,6 +270,14 @@ def test_a_variable_that_nearly_is_a_knob_names_the_knob(variable, knob):
     assert near_knobs({variable: "1", "PATH": "/bin"}) == [line]
 
 
+def test_a_slip_is_told_on_the_console_and_in_the_log_before_anything_else(tmp_path, knobs):
+    environ = {**knobs, "ITERATION": "5", "DATA_PATH": str(tmp_path / "nowhere")}
+    result = run_script(tmp_path, environ)
+    line = "unknown_knob:'ITERATION' is ignored: did you mean ITERATIONS?"
+    assert result.stdout.splitlines() == ["logs/test.txt", line]
+    assert (tmp_path / "logs" / "test.txt").read_text().splitlines()[-2:] == ["logs/test.txt", line]
+
+
 def test_the_variables_of_a_usual_machine_are_no_slips():
     usual = """
         PATH HOME USER LOGNAME SHELL TERM LANG LC_ALL PWD OLDPWD SHLVL TMPDIR DISPLAY EDITOR PAGER
