@@ -69,7 +69,7 @@ def test_what_is_no_regular_file_names_itself(tmp_path):
     os.mkfifo(pipe)
     zeros.symlink_to("/dev/zero")
     nothing.symlink_to(tmp_path / "gone")
-    for path in (pipe, zeros, nothing, tmp_path):
+    for path in (zeros, nothing, tmp_path, pipe):
         with pytest.raises(InputError, match=f"DATA_PATH: {path} is not a file that can be read"):
             load_data_shard(path)
 
