@@ -124,7 +124,7 @@ def newton_schulz(update: Tensor, steps: int) -> Tensor:
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
         A = x @ x.T
-        B = -4.7750 * A + 2.0315 * A @ A
+        B = -4.7750 * A + (2.0315 * A) @ A
         x = 3.4445 * x + B @ x
     return x.T if update.size(0) > update.size(1) else x
 

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train_gpt
+from tests.conftest import make_state
 
 
 class GradientKeeper:
@@ -46,30 +48,28 @@ def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.open_runtime(hp, os.environ)
-    torch.manual_seed(hp.seed)
-    gpt = train_gpt.GPT(hp, runtime.dtype)
-    model, _ = train_gpt.compile_and_wrap(gpt, hp, runtime, lambda line: None)
+    state = make_state(hp, runtime)
+    state.model, _ = train_gpt.compile_and_wrap(state.gpt, runtime)
     counter = [0]
-    model.register_comm_hook(counter, counting_hook)
-    keeper = GradientKeeper(gpt)
-    optimizers = [keeper, *train_gpt.build_optimizers(gpt, hp, runtime.dtype)]
-    loader = train_gpt.build_loader(hp, runtime)
-    validation = validation_losses(model, hp, runtime)
+    state.model.register_comm_hook(counter, counting_hook)
+    keeper = GradientKeeper(state.gpt)
+    state.optimizers.insert(0, keeper)
+    validation = validation_losses(state.model, hp, runtime)
     losses = []
     for _ in range(num_steps):
-        rank_loss, _ = train_gpt.train_step(model, loader, optimizers, hp, runtime)
+        rank_loss = train_gpt.train_step(state)
         losses.append(sum(runtime.gather(rank_loss.item())) / runtime.world_size)
-    momenta = [len(optimizer.state) for optimizer in optimizers[1:]]
     result = {
         "gradients": keeper.steps[0],
-        "weights": gpt.state_dict(),
+        "weights": state.gpt.state_dict(),
         "losses": losses,
         "all_reduces": counter[0],
-        "momenta": momenta[-1],
+        "momenta": len(state.optimizers[-1].state),
         "validation": validation,
     }
     torch.save(result, folder / f"{runtime.world_size}_{runtime.rank}.pt")
-    train_gpt.leave(0, runtime)
+    dist.barrier()
+    os._exit(0)  # as the script does: the interpreter's own exit may hang in gloo's threads
 
 
 if __name__ == "__main__":

@@ -4,23 +4,20 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import ROOT, run_ranks
+from conftest import ALONE, ROOT, make_state, run_ranks
 from rank_worker import GradientKeeper
 
 from train_gpt import (
     GPT,
     DistributedTokenLoader,
     Hyperparameters,
-    Runtime,
     Validation,
-    build_optimizers,
     evaluate,
     load_tokenizer,
     train_step,
 )
 
 STEPS = 20
-ALONE = Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4, 8])
@@ -45,7 +42,7 @@ def hp(knobs):
 @pytest.fixture(scope="module")
 def one_batch(hp):
     """Gradients and loss of the first step's tokens as one batch."""
-    loader = DistributedTokenLoader(f"{hp.data_path}/fineweb_train_*.bin", 0, 1, "cpu")
+    loader = DistributedTokenLoader(hp.files("train"), 0, 1, "cpu")
     slots = [loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, 8) for _ in range(8)]
     torch.manual_seed(hp.seed)
     gpt = GPT(hp, torch.float32)
@@ -57,22 +54,18 @@ def one_batch(hp):
 @pytest.fixture(scope="module")
 def alone(hp):
     """Weights and losses of the same steps in this process, without any process group."""
-    torch.manual_seed(hp.seed)
-    gpt = GPT(hp, torch.float32)
-    optimizers = build_optimizers(gpt, hp, torch.float32)
-    loader = DistributedTokenLoader(f"{hp.data_path}/fineweb_train_*.bin", 0, 1, "cpu")
-    losses = [train_step(gpt, loader, optimizers, hp, ALONE)[0].item() for _ in range(STEPS)]
-    return gpt.state_dict(), losses
+    state = make_state(hp)
+    losses = [train_step(state).item() for _ in range(STEPS)]
+    return state.gpt.state_dict(), losses
 
 
 @pytest.mark.parametrize("limit, norm", [(0.0, 0.65), (0.01, 0.01), (100.0, 0.65)])
 def test_the_global_norm_is_clipped_after_accumulation(hp, limit, norm):
     """The norm of this model's first gradient is 0.65; 0 means off."""
-    torch.manual_seed(hp.seed)
-    gpt = GPT(hp, torch.float32)
-    keeper = GradientKeeper(gpt)
-    loader = DistributedTokenLoader(hp.train_files, 0, 1, "cpu")
-    train_step(gpt, loader, [keeper], dataclasses.replace(hp, grad_clip_norm=limit), ALONE)
+    state = make_state(dataclasses.replace(hp, grad_clip_norm=limit))
+    keeper = GradientKeeper(state.gpt)
+    state.optimizers = [keeper]
+    train_step(state)
     found = torch.cat([g.flatten() for g in keeper.steps[0].values()]).norm().item()
     assert found == pytest.approx(norm, rel=0.01)
 
@@ -90,18 +83,18 @@ def test_accumulated_gradients_are_those_of_one_batch(ranks, one_batch):
 def test_slots_change_memory_not_the_gradient(hp, slots):
     """But for the token between two slots, which each boundary takes out of the stream."""
     hp = dataclasses.replace(hp, batch_slots=slots)
-    loader = DistributedTokenLoader(hp.train_files, 0, 1, "cpu")
+    loader = DistributedTokenLoader(hp.files("train"), 0, 1, "cpu")
     parts = [
         loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, slots) for _ in range(slots)
     ]
     assert loader.position == (0, hp.train_batch_tokens + slots)
-    torch.manual_seed(hp.seed)
-    gpt = GPT(hp, torch.float32)
-    gpt(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
-    expected = {name: p.grad.clone() for name, p in gpt.named_parameters()}
-    gpt.zero_grad()
-    keeper = GradientKeeper(gpt)
-    train_step(gpt, DistributedTokenLoader(hp.train_files, 0, 1, "cpu"), [keeper], hp, ALONE)
+    state = make_state(hp)
+    state.gpt(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+    expected = {name: p.grad.clone() for name, p in state.gpt.named_parameters()}
+    state.gpt.zero_grad()
+    keeper = GradientKeeper(state.gpt)
+    state.optimizers = [keeper]
+    train_step(state)
     for name, gradient in keeper.steps[0].items():
         error = (gradient - expected[name]).norm()
         assert error <= 1e-5 * expected[name].norm() + 1e-9, name

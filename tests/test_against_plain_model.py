@@ -1,33 +1,26 @@
 """The trainer's fast forms against the plain reading of the contract, over a short training."""
 
-from pathlib import Path
+import dataclasses
 
 import pytest
 import torch
+from conftest import ALONE, make_state
 
-import train_gpt
 from tests import plain
-from train_gpt import GPT, Hyperparameters, Runtime, build_optimizers
+from train_gpt import Hyperparameters, find_shards, train_step
 
 STEPS = 200
 
 
 def losses(hp: Hyperparameters, seed: int, fast: bool) -> torch.Tensor:
     """The losses of STEPS steps in bf16, from the weights of a seed: (STEPS,)."""
-    cpu = torch.device("cpu")
-    runtime = Runtime(0, 1, 0, False, cpu, torch.bfloat16)
-    torch.manual_seed(seed)
-    gpt = GPT(hp)
+    runtime = dataclasses.replace(ALONE, dtype=torch.bfloat16)
+    state = make_state(dataclasses.replace(hp, seed=seed), runtime)
     if fast:
-        optimizers = build_optimizers(gpt, hp, torch.bfloat16)
-        loader = train_gpt.build_loader(hp, runtime)
-        steps = [
-            train_gpt.train_step(gpt, loader, optimizers, hp, runtime)[0] for _ in range(STEPS)
-        ]
-        return torch.stack(steps)
-    model = plain.PlainGPT.like(gpt, hp)
+        return torch.stack([train_step(state) for _ in range(STEPS)])
+    model = plain.PlainGPT.like(state.gpt, hp)
     optimizers = plain.PlainOptimizers(model, hp)
-    loader = plain.PlainLoader(sorted(Path(hp.data_path).glob("fineweb_train_*")), cpu)
+    loader = plain.PlainLoader(find_shards(hp.files("train")), runtime.device)
     return torch.tensor([plain.train_step(model, optimizers, loader, hp, 2) for _ in range(STEPS)])
 
 

@@ -1,17 +1,36 @@
 """Hyperparameters: defaults, conversion, presets, and every problem named at once."""
 
+import ast
 import dataclasses
 import os
+import re
+import time
+import tokenize
+from typing import get_type_hints
 
 import pytest
 import torch
+from conftest import SCRIPT, run_script
 
-from train_gpt import PRESETS, Hyperparameters, InputError, open_runtime, read_topology
+from train_gpt import (
+    ABOVE_0,
+    AT_LEAST_0,
+    BELOW_1,
+    MINUS_1_IS_0,
+    PRESETS,
+    Hyperparameters,
+    InputError,
+    near_knobs,
+    open_runtime,
+    read_topology,
+)
 
 PATTERNS = (
     "attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
     "skip_weight,skip_weights"
 )
+# Numbers that may have any value.
+FREE = {"warmdown_iters", "qk_gain_init"}
 # The contract's table of knobs, as it stands there.
 CONTRACT = {
     "OUTPUT_DIR": ".",
@@ -69,10 +88,6 @@ OURS = {  # all off, or as the contract has it
     "EVAL_STRIDE": 0,
     "WARMDOWN_FRAC": 0.0,
     "INT8_SCALE_FLOOR": 1 / 127,
-    "TENSORBOARD": False,
-    "SAMPLE_PROMPT": "",
-    "SAMPLE_TOKENS": 64,
-    "SAMPLE_TEMPERATURE": 0.8,
 }
 
 
@@ -120,13 +135,13 @@ def test_booleans_are_0_or_1(text):
     "name, text",
     [
         ("NUM_LAYERS", "three"), ("NUM_LAYERS", "3.0"), ("NUM_LAYERS", ""), ("SEED", "-1"),
-        ("MATRIX_LR", "nan"), ("MAX_WALLCLOCK_SECONDS", "inf"), ("MAX_WALLCLOCK_SECONDS", "-1"),
+        ("MATRIX_LR", "nan"), ("MAX_WALLCLOCK_SECONDS", "inf"), ("MAX_WALLCLOCK_SECONDS", "-2"),
         ("SEED", "9" * 400), ("RUN_ID", "x" * 201),
         ("NUM_LAYERS", "0"), ("NUM_KV_HEADS", "0"), ("TRAIN_SEQ_LEN", "-8"), ("SEED", "4294967296"),
         ("VOCAB_SIZE", "65537"), ("BETA1", "1"), ("BETA2", "-0.1"), ("LOGIT_SOFTCAP", "0"),
         ("PRESET", "demmo"), ("DEVICE", "gpu"), ("DTYPE", "fp16"), ("COMPILE", "yes"),
-        ("RUN_ID", "../x"), ("RUN_ID", ""), ("RUN_ID", ".."), ("WARMUP_STEPS", "-1"),
-        ("SAMPLE_TOKENS", "-1"), ("SAMPLE_TEMPERATURE", "-0.5"),
+        ("RUN_ID", "../x"), ("RUN_ID", ""), ("RUN_ID", ".."), ("WARMUP_STEPS", "-2"),
+        ("CHECKPOINT_EVERY", "-1"), ("ITERATIONS", "-1"), ("WARMDOWN_FRAC", "1.5"),
     ],
 )  # fmt: skip
 def test_one_bad_value_is_one_line_with_its_variable_and_value(name, text):
@@ -134,10 +149,65 @@ def test_one_bad_value_is_one_line_with_its_variable_and_value(name, text):
     assert line.startswith(f"{name}=") and text in line and " must be " in line
 
 
-def test_a_prompt_that_is_no_text():
-    """So os.environ shows a byte that is no UTF-8."""
-    assert problems_of(SAMPLE_PROMPT="\udcff") == ["SAMPLE_PROMPT='\\udcff' must be text"]
-    assert Hyperparameters.from_env({"SAMPLE_PROMPT": "→ 🙂\n"}).sample_prompt == "→ 🙂\n"
+def test_a_run_id_counts_in_bytes():
+    """An euro sign has three."""
+    (line,) = problems_of(RUN_ID="\u20ac" * 67)
+    assert line.startswith("RUN_ID=") and line.endswith(" must be 1 to 200 bytes long")
+    assert Hyperparameters.from_env({"RUN_ID": "\u20ac" * 66}).run_id == "\u20ac" * 66
+
+
+def test_a_run_id_of_undecodable_bytes(tmp_path):
+    """Python shows a byte that is no UTF-8 as half of a surrogate pair."""
+    result = run_script(tmp_path, {"RUN_ID": "\udcff", "DEVICE": "cpu"})
+    line = r"RUN_ID='\udcff' must be a plain file name in printable characters"
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"ValueError: {line}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_resume_and_eval_only_exclude_each_other():
+    lines = problems_of(RESUME="a.pt", EVAL_ONLY="b.pt")
+    assert lines == ["RESUME='a.pt' must be unset, or EVAL_ONLY unset"]
+
+
+@pytest.mark.parametrize("name", MINUS_1_IS_0)
+def test_minus_1_switches_off_what_0_switches_off(name):
+    texts = ("0", "-1", "0.0", "-1.0") if "seconds" in name or "norm" in name else ("0", "-1")
+    for text in texts:
+        value = getattr(Hyperparameters.from_env({name.upper(): text}), name)
+        assert (value, type(value)) == (0, get_type_hints(Hyperparameters)[name])
+
+
+def test_these_five_are_what_minus_1_switches_off():
+    assert sorted(name.upper() for name in MINUS_1_IS_0) == [
+        "GRAD_CLIP_NORM", "MAX_WALLCLOCK_SECONDS", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY",
+        "WARMUP_STEPS",
+    ]  # fmt: skip
+
+
+def test_every_number_has_a_range_or_is_free():
+    kinds = get_type_hints(Hyperparameters)
+    numbers = {name for name, kind in kinds.items() if kind in (int, float)}
+    assert sorted(ABOVE_0 + AT_LEAST_0) == sorted(numbers - FREE)  # each in one list
+    assert set(BELOW_1 + MINUS_1_IS_0) <= set(AT_LEAST_0)
+    for name in FREE:
+        Hyperparameters.from_env({name.upper(): "-5"})
+
+
+def test_every_knob_has_its_comment():
+    """On its own line in the source: that is the list of knobs which the README links to."""
+    with open(SCRIPT, "rb") as file:
+        tokens = [t for t in tokenize.tokenize(file.readline) if t.type == tokenize.COMMENT]
+    comments = {token.start[0]: token.string for token in tokens}
+    (knobs,) = [
+        node
+        for node in ast.parse(SCRIPT.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Hyperparameters"
+    ]
+    lines = {n.target.id: n.end_lineno for n in knobs.body if isinstance(n, ast.AnnAssign)}
+    assert lines.keys() == get_type_hints(Hyperparameters).keys()
+    for name, line in lines.items():
+        assert re.match(r"# \S", comments.get(line, "")), name
 
 
 @pytest.mark.parametrize(
@@ -153,7 +223,7 @@ def test_a_prompt_that_is_no_text():
         (dict(TRAIN_BATCH_TOKENS="4096"), ["TRAIN_BATCH_TOKENS=4096", "8192"]),
         (
             dict(BATCH_SLOTS="64", TRAIN_BATCH_TOKENS="32768"),
-            ["TRAIN_BATCH_TOKENS=32768", "65536, BATCH_SLOTS=64 times TRAIN_SEQ_LEN=1024"],
+            ["TRAIN_BATCH_TOKENS=32768", "65536: BATCH_SLOTS=64 times TRAIN_SEQ_LEN=1024"],
         ),
         (dict(BATCH_SLOTS="0"), ["BATCH_SLOTS=0 must be above 0"]),
         (dict(VAL_BATCH_SIZE="8191"), ["VAL_BATCH_SIZE=8191", "8192", "TRAIN_SEQ_LEN=1024"]),
@@ -178,15 +248,63 @@ def test_all_problems_come_at_once():
 
 def test_the_environment_wins_over_the_preset():
     demo = Hyperparameters.from_env({"PRESET": "demo"})
-    assert {name: getattr(demo, name) for name in PRESETS["demo"]} == PRESETS["demo"]
+    knobs = {name: getattr(demo, name.lower()) for name in PRESETS["demo"]}
+    assert knobs == {name: type(knobs[name])(text) for name, text in PRESETS["demo"].items()}
+    assert all(isinstance(text, str) for text in PRESETS["demo"].values())
     other = Hyperparameters.from_env({"PRESET": "demo", "MODEL_DIM": "64"})
     assert other.model_dim == 64 and other.data_path == demo.data_path
+
+
+@pytest.mark.parametrize(
+    "variable, knob",
+    [
+        ("TRAIN_BATCH_TOKEN", "TRAIN_BATCH_TOKENS"),
+        ("ITERATION", "ITERATIONS"),
+        ("VOCABSIZE", "VOCAB_SIZE"),
+        ("iterations", "ITERATIONS"),
+        ("MATRIX_LEARNING_RATE", "MATRIX_LR"),
+    ],
+)
+def test_a_variable_that_nearly_is_a_knob_names_the_knob(variable, knob):
+    line = f"unknown_knob:{variable!r} is ignored: did you mean {knob}?"
+    assert near_knobs({variable: "1", "PATH": "/bin"}) == [line]
+
+
+def test_a_slip_is_told_on_the_console_and_in_the_log_before_anything_else(tmp_path, knobs):
+    environ = {**knobs, "ITERATION": "5", "DATA_PATH": str(tmp_path / "nowhere")}
+    result = run_script(tmp_path, environ)
+    line = "unknown_knob:'ITERATION' is ignored: did you mean ITERATIONS?"
+    assert result.stdout.splitlines() == ["logs/test.txt", line]
+    assert (tmp_path / "logs" / "test.txt").read_text().splitlines()[-2:] == ["logs/test.txt", line]
+
+
+def test_the_variables_of_a_usual_machine_are_no_slips():
+    usual = """
+        PATH HOME USER LOGNAME SHELL TERM LANG LC_ALL PWD OLDPWD SHLVL TMPDIR DISPLAY EDITOR PAGER
+        HOSTNAME MAIL TZ VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV PYTHONPATH PYTHONUNBUFFERED
+        PYTHONIOENCODING LD_LIBRARY_PATH LD_PRELOAD CUDA_HOME CUDA_PATH CUDA_VISIBLE_DEVICES
+        CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES
+        NCCL_DEBUG NCCL_IB_DISABLE NCCL_SOCKET_IFNAME NCCL_NVLS_ENABLE GLOO_SOCKET_IFNAME
+        OMP_NUM_THREADS MKL_NUM_THREADS KMP_AFFINITY TORCH_LOGS TORCHINDUCTOR_CACHE_DIR
+        TRITON_CACHE_DIR PYTORCH_CUDA_ALLOC_CONF HF_HOME HF_TOKEN WANDB_API_KEY WANDB_MODE
+        SSH_CONNECTION SSH_TTY XDG_RUNTIME_DIR SLURM_JOB_ID SLURM_NTASKS SLURM_PROCID GPU_COUNT
+        CC CXX CFLAGS http_proxy https_proxy no_proxy _
+        RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME
+        ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID
+        TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE
+        TORCH_NCCL_ASYNC_ERROR_HANDLING
+    """.split()
+    knobs = [name.upper() for name in get_type_hints(Hyperparameters)]
+    assert near_knobs(dict.fromkeys([*usual, *knobs], "1")) == []
+
+
+RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_topology():
     assert read_topology({}, 8) == (0, 1, 0, False)
     assert read_topology({"WORLD_SIZE": "2"}, 8) == (0, 1, 0, False)  # torchrun sets both
-    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **RENDEZVOUS}
     assert read_topology(environ, 8) == read_topology(environ, 4) == (3, 4, 1, True)
     assert read_topology({**environ, "WORLD_SIZE": "16"}, 64) == (3, 16, 1, True)
 
@@ -198,9 +316,42 @@ def test_a_world_size_that_does_not_divide_the_slots(world_size):
             read_topology(environ, 8)
 
 
-def test_a_rank_outside_the_world():
-    with pytest.raises(ValueError, match="RANK=4"):
-        read_topology({"RANK": "4", "WORLD_SIZE": "4"}, 8)
+@pytest.mark.parametrize("rank", ["4", "-1"])
+def test_a_rank_outside_the_world_is_told_at_once(rank):
+    """Not after half an hour of waiting for the other ranks."""
+    environ = {"RANK": rank, "WORLD_SIZE": "4", **RENDEZVOUS}
+    started = time.monotonic()
+    with pytest.raises(InputError, match=f"RANK={rank} must be from 0 to WORLD_SIZE-1=3"):
+        open_runtime(Hyperparameters(device="cpu"), environ)
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    "rendezvous",
+    [
+        {},
+        {"MASTER_ADDR": "127.0.0.1"},
+        {"MASTER_PORT": "29500"},
+        {**RENDEZVOUS, "MASTER_PORT": "0"},
+    ],
+)
+def test_a_rank_without_a_meeting_place(rendezvous):
+    with pytest.raises(InputError, match="RANK needs MASTER_ADDR and MASTER_PORT: use torchrun"):
+        read_topology({"RANK": "0", "WORLD_SIZE": "2", **rendezvous}, 8)
+
+
+def test_a_rank_by_hand_ends_in_one_line(tmp_path, knobs):
+    result = run_script(tmp_path, {**knobs, "RANK": "0", "WORLD_SIZE": "1"})
+    problem = "RANK needs MASTER_ADDR and MASTER_PORT: use torchrun, or unset RANK"
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"ValueError: {problem}\n"
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_place_that_is_no_number(name):
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **RENDEZVOUS, name: "abc"}
+    with pytest.raises(InputError, match=f"{name}='abc' must be a whole number"):
+        read_topology(environ, 8)
 
 
 def test_a_world_size_error_names_the_ways_out():
@@ -212,13 +363,13 @@ def test_a_world_size_error_names_the_ways_out():
     "processes, omp, shared",
     [("1", None, False), ("2", None, True), ("2", "1", True), ("2", "3", False), ("99", "1", True)],
 )
-def test_processes_of_one_cpu_share_its_cores(processes, omp, shared):
+def test_processes_of_one_cpu_share_its_cores(tmp_path, processes, omp, shared):
     """torchrun itself sets OMP_NUM_THREADS=1 where it is not set."""
     before, environ = torch.get_num_threads(), {"LOCAL_WORLD_SIZE": processes}
     try:
         torch.set_num_threads(5)
         environ |= {} if omp is None else {"OMP_NUM_THREADS": omp}
-        open_runtime(Hyperparameters(device="cpu"), environ)
+        open_runtime(Hyperparameters(device="cpu", output_dir=str(tmp_path)), environ)
         share = max(len(os.sched_getaffinity(0)) // int(processes), 1)
         assert torch.get_num_threads() == (share if shared else 5)
     finally:

@@ -1,5 +1,7 @@
 """Shards, the token stream and how it is dealt out to the ranks."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from conftest import write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train_gpt import DistributedTokenLoader, TokenStream, load_data_shard
+from train_gpt import DistributedTokenLoader, InputError, TokenStream, load_data_shard
 
 
 @pytest.fixture
@@ -39,8 +41,8 @@ def test_a_shard_is_mapped_not_read(tmp_path):
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (dict(magic=20240521), ["magic 20240521", "20240520"]),
-        (dict(version=2), ["version 2"]),
+        (dict(magic=20240521), ["no token shard", "[20240521, 1]"]),
+        (dict(version=2), ["no token shard", "[20240520, 2]"]),
         (dict(count=4), ["4 tokens", "1030 bytes"]),  # cut short
         (dict(count=2), ["2 tokens", "1030 bytes"]),  # too long
         (dict(count=-1), ["-1 tokens"]),
@@ -61,13 +63,19 @@ def test_a_foreign_or_empty_file_names_itself(tmp_path, content):
         load_data_shard(path)
 
 
-def test_a_folder_in_the_place_of_a_shard(tmp_path):
-    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
-        load_data_shard(tmp_path)
+def test_what_is_no_regular_file_names_itself(tmp_path):
+    """A pipe would hang, /dev/zero would never end."""
+    pipe, zeros, nothing = (tmp_path / f"{name}.bin" for name in ("pipe", "zeros", "nothing"))
+    os.mkfifo(pipe)
+    zeros.symlink_to("/dev/zero")
+    nothing.symlink_to(tmp_path / "gone")
+    for path in (zeros, nothing, tmp_path, pipe):
+        with pytest.raises(InputError, match=f"DATA_PATH: {path} is not a file that can be read"):
+            load_data_shard(path)
 
 
 def test_a_missing_file_or_folder():
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(InputError, match="DATA_PATH: /nowhere/x.bin is not a file"):
         load_data_shard("/nowhere/x.bin")
     with pytest.raises(FileNotFoundError, match="cached_challenge_fineweb.py(.|\n)*PRESET=demo"):
         TokenStream("/nowhere/fineweb_train_*.bin")
@@ -106,13 +114,25 @@ def test_targets_are_inputs_shifted_by_one_across_shard_joins(shards):
 @pytest.mark.parametrize("tokens", [0, 8 * 24 - 1, 8 * 24 + 12, 96])
 def test_a_batch_of_broken_sequences_is_refused(shards, tokens):
     loader = DistributedTokenLoader(shards, 0, 1, "cpu")
-    with pytest.raises(ValueError, match=f"TRAIN_BATCH_TOKENS={tokens} .*8 slots"):
+    with pytest.raises(ValueError, match=f"TRAIN_BATCH_TOKENS={tokens} must be a multiple of 192"):
         loader.next_batch(tokens, 24, 8)
 
 
 def test_the_share_of_a_micro_step_is_rounded_down(shards):
     x, y = DistributedTokenLoader(shards, 0, 1, "cpu").next_batch(199, 24, 8)
     assert x.tolist() == [list(range(24))] and y.tolist() == [list(range(1, 25))]
+
+
+def test_a_position_that_is_sought_is_where_the_next_batch_begins(shards):
+    loader = DistributedTokenLoader(shards, 0, 1, "cpu")
+    loader.next_batch(8, 1, 8)
+    kept = loader.position
+    following = [loader.next_batch(8, 1, 8)[0].tolist() for _ in range(30)]
+    loader.seek(kept)
+    assert [loader.next_batch(8, 1, 8)[0].tolist() for _ in range(30)] == following
+    for position in ((4, 0), (-1, 0), (0, -1), (2, 8)):
+        with pytest.raises(IndexError):
+            loader.seek(position)
 
 
 def step_spans(pattern: str, world_size: int, slot_tokens: int, steps: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from torch import nn
 from tests.plain import PlainGPT
 from train_gpt import (
     GPT,
+    CastedLinear,
     CausalSelfAttention,
     Hyperparameters,
     apply_rotary,
@@ -131,6 +132,29 @@ def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
         block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     assert abs(half(x, y).item() - gpt(x, y).item()) < 0.05
     assert set(seen) == {torch.bfloat16} and half(x, y).dtype == torch.float32
+
+
+def test_a_casted_linear_layer_scales_its_bias_too():
+    layer, scale = CastedLinear(8, 4, bias=True), torch.rand(4) + 0.5
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    torch.testing.assert_close(layer(x, scale), scale * F.linear(x, layer.weight, layer.bias))
+    half = layer(x.bfloat16(), scale)
+    assert half.dtype == torch.bfloat16 and layer.weight.dtype == torch.float32
+    torch.testing.assert_close(half.float(), layer(x, scale), rtol=0.02, atol=0.02)
+
+
+def test_a_forward_hook_of_every_layer_that_is_called_fires():
+    """All linear layers but c_q, c_k and c_v, whose product is one: see CausalSelfAttention."""
+    gpt, hp = build(tie_embeddings=False)
+    fired = []
+    for name, module in gpt.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, args, output, name=name: fired.append(name))
+    gpt(*batch(hp))
+    layers = ("attn.proj", "mlp.fc", "mlp.proj")
+    expected = [f"blocks.{i}.{layer}" for i in range(hp.num_layers) for layer in layers]
+    assert fired == [*expected, "lm_head"]
 
 
 @pytest.mark.parametrize("position", [0, 7, 23])

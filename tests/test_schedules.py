@@ -1,16 +1,15 @@
 """Learning rate and momentum as functions of step and time."""
 
-import dataclasses
 import time
 
 import pytest
 import torch
+from conftest import ALONE
 from torch import nn
 
 from train_gpt import (
     Hyperparameters,
     Muon,
-    Runtime,
     Stopwatch,
     lr_factor,
     muon_momentum,
@@ -85,18 +84,9 @@ def test_the_factor_scales_every_rate_from_its_full_value():
     assert muon.param_groups[0]["momentum"] == 0.9
 
 
-@dataclasses.dataclass(frozen=True)
-class SlowDevice(Runtime):
-    """A device whose work is done when somebody waits for it; notes who waits for what."""
-
-    waits: list = dataclasses.field(default_factory=list)
-
-    def synchronize(self):
-        self.waits.append("all")
-
-
 class SlowEvent:
-    """A mark on such a device; they are numbered as they are recorded."""
+    """A mark on a device whose work is done when somebody waits for it. Notes who waits for what:
+    marks are numbered as they are recorded."""
 
     waits: list
     recorded = 0
@@ -106,26 +96,26 @@ class SlowEvent:
         SlowEvent.recorded += 1
 
     def synchronize(self):
-        self.waits.append(self.number)
+        SlowEvent.waits.append(self.number)
 
 
 def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "Event", SlowEvent, raising=False)
-    device = SlowDevice(0, 1, 0, False, torch.device("cpu"), torch.float32)
-    SlowEvent.waits = device.waits
-    watch = Stopwatch(device)
+    waits = SlowEvent.waits = []
+    monkeypatch.setattr(torch.cpu, "Event", SlowEvent)
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: waits.append("all"))
+    watch = Stopwatch(ALONE)
     watch.start()
     for _ in range(4):
         watch.lap()
-    assert device.waits == [0, 1, 2]  # never for the step in hand
+    assert waits == ["all", 0, 1, 2]  # never for the step in hand
     watch.pause()
     watch.start()
     watch.lap()
-    assert device.waits == [0, 1, 2, "all"]  # after a pause nothing is left to wait for
+    assert waits == ["all", 0, 1, 2, "all", "all"]  # after a pause no mark is left to wait for
 
 
 def test_the_stopwatch_stands_still_while_paused():
-    watch = Stopwatch(Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32))
+    watch = Stopwatch(ALONE)
     assert watch.elapsed_ms() == 0
     for _ in range(2):
         watch.start()

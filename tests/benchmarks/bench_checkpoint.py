@@ -1,12 +1,13 @@
 """Time how long saving a checkpoint of the default model stops training.
 
-    python tests/benchmarks/bench_checkpoint.py
+    python tests/benchmarks/bench_checkpoint.py [--saves 5]
     torchrun --standalone --nproc_per_node=2 tests/benchmarks/bench_checkpoint.py
 
 Saving copies everything, gathers what the ranks hold, and writes in the background. Prints for
-each of five saves the seconds until training may go on, and until the file is on the disk.
+each save the seconds until training may go on, and until the file is on the disk.
 """
 
+import argparse
 import os
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
+from tests.benchmarks.bench_step import build_state, leave
 from tests.conftest import write_shard
 
 
@@ -29,21 +31,18 @@ def write_data(folder: Path) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--saves", type=int, default=5)
+    saves = parser.parse_args().saves
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_data(folder)
+        write_data(Path(name))
         knobs = {"DATA_PATH": name, "OUTPUT_DIR": name, "TOKENIZER_PATH": f"{name}/tokenizer"}
         knobs |= {"TRAIN_BATCH_TOKENS": "1024", "TRAIN_SEQ_LEN": "128", "VAL_BATCH_SIZE": "1024"}
         hp = train_gpt.Hyperparameters.from_env({**os.environ, **knobs, "COMPILE": "0"})
         runtime = train_gpt.open_runtime(hp, os.environ)
-        say = print if runtime.rank == 0 else str
-        gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
-        model, chain = train_gpt.compile_and_wrap(gpt, hp, runtime, say)
-        optimizers = train_gpt.build_optimizers(gpt, hp, runtime.dtype, chain)
-        loader, stopwatch = train_gpt.build_loader(hp, runtime), train_gpt.Stopwatch(runtime)
-        state = train_gpt.TrainingState(hp, runtime, str, gpt, model, optimizers, loader, stopwatch)
-        for _ in range(5):
-            train_gpt.train_step(model, loader, optimizers, hp, runtime)
+        state = build_state(hp, runtime)
+        for _ in range(saves):
+            train_gpt.train_step(state)
             state.step += 1
             runtime.gather(None)  # all ranks begin together
             started = time.perf_counter()
@@ -51,8 +50,9 @@ def main() -> None:
             stall = time.perf_counter() - started
             state.wait()
             stalls, written = runtime.gather(stall), time.perf_counter() - started
-            say(f"ranks:{runtime.world_size} stall:{max(stalls):.3f} s, on disk: {written:.3f} s")
-    train_gpt.leave(0, runtime)
+            figures = f"stall:{max(stalls):.3f} s, on disk: {written:.3f} s"
+            runtime.log(f"ranks:{runtime.world_size} {figures}")
+        leave(runtime)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -25,7 +24,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
-from tests.conftest import process_environ, write_shard
+from tests.benchmarks.bench_step import build_state, leave
+from tests.conftest import launch_command, process_environ, write_shard
 
 SEQ_LEN = 64
 ITEM_BYTES = {"float": 4, "c10::BFloat16": 2}  # as the profiler names them
@@ -44,10 +44,9 @@ def loopback_bytes() -> int:
     raise RuntimeError("/proc/net/dev has no lo")
 
 
-def largest_share(gpt: torch.nn.Module, optimizer: torch.optim.Optimizer, world_size: int) -> int:
+def largest_share(muon: train_gpt.Muon) -> int:
     """The bytes of the largest rank's updates in bf16: every rank sends as many."""
-    params = optimizer.param_groups[0]["params"]
-    shares = [params[rank::world_size] for rank in range(world_size)]
+    shares = muon.shares(muon.param_groups[0]["params"])
     return max(sum(2 * p.numel() for p in share) for share in shares)
 
 
@@ -67,36 +66,32 @@ def collectives(trace: Path) -> dict[str, tuple[int, int]]:
     return totals
 
 
-def count_steps(folder: Path, num_steps: int) -> NoReturn:
+def count_steps(folder: Path, num_steps: int) -> None:
     """One rank, under torchrun. Rank 0 leaves its counts in FOLDER/counts.json."""
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.open_runtime(hp, os.environ)
-    torch.manual_seed(hp.seed)
-    gpt = train_gpt.GPT(hp, runtime.dtype)
-    model, chain = train_gpt.compile_and_wrap(gpt, hp, runtime, lambda line: None)
-    optimizers = train_gpt.build_optimizers(gpt, hp, runtime.dtype, chain)
-    step = model, train_gpt.build_loader(hp, runtime), optimizers, hp, runtime
+    state = build_state(hp, runtime)
     for _ in range(2):  # in the second one DDP sorts its buckets anew and tells the others
-        train_gpt.train_step(*step)
+        train_gpt.train_step(state)
     dist.barrier()
     before = loopback_bytes()
     dist.barrier()
     for _ in range(num_steps):
-        train_gpt.train_step(*step)
+        train_gpt.train_step(state)
     dist.barrier()
     sent = loopback_bytes() - before
     with torch.profiler.profile(record_shapes=True) as profile:
-        train_gpt.train_step(*step)
+        train_gpt.train_step(state)
     if runtime.rank == 0:
         profile.export_chrome_trace(str(folder / "trace.json"))
         counts = {
-            "gradients": sum(p.numel() * p.element_size() for p in gpt.parameters()),
-            "largest_share": largest_share(gpt, optimizers[-1], runtime.world_size),
+            "gradients": sum(p.numel() * p.element_size() for p in state.gpt.parameters()),
+            "largest_share": largest_share(state.optimizers[-1]),
             "collectives": collectives(folder / "trace.json"),
             "sent": sent / num_steps / runtime.world_size,
         }
         (folder / "counts.json").write_text(json.dumps(counts))
-    train_gpt.leave(0, runtime)
+    leave(runtime)
 
 
 def measure(W: int, num_steps: int) -> str:
@@ -106,6 +101,7 @@ def measure(W: int, num_steps: int) -> str:
         write_shard(Path(folder) / "fineweb_train_000000.bin", tokens)
         environ = {
             "DATA_PATH": folder,
+            "OUTPUT_DIR": folder,
             "DEVICE": "cpu",
             "DTYPE": "bf16",
             "COMPILE": "0",
@@ -113,9 +109,8 @@ def measure(W: int, num_steps: int) -> str:
             "BATCH_SLOTS": str(W),
             "TRAIN_BATCH_TOKENS": str(SEQ_LEN * W),
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc_per_node={W}", __file__, "--rank-folder", folder]
-        command += ["--steps", str(num_steps)]
+        options = ["--rank-folder", folder, "--steps", str(num_steps)]
+        command = [*launch_command(W), __file__, *options]
         result = subprocess.run(
             command, env=process_environ(environ, 1), capture_output=True, text=True
         )
@@ -142,7 +137,7 @@ def main() -> None:
     parser.add_argument("--rank-folder", type=Path, help=argparse.SUPPRESS)  # for torchrun
     args = parser.parse_args()
     if args.rank_folder:
-        count_steps(args.rank_folder, args.steps)
+        return count_steps(args.rank_folder, args.steps)
     print(HEADER)
     print("|---" * 7 + "|")
     for W in args.ranks:

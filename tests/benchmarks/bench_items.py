@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,19 +31,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
-from tests.benchmarks import bench_step, plain
-from train_gpt import GPT, MLP, CausalSelfAttention, Hyperparameters, Runtime
+from tests import plain
+from tests.benchmarks import bench_step
+from train_gpt import (
+    GPT,
+    CastedLinear,
+    CausalSelfAttention,
+    Hyperparameters,
+    Runtime,
+    TrainingState,
+)
 
 # The fast forms, while plain ones stand under these names.
 attend, orthogonalize, train_step = train_gpt.attend, train_gpt.orthogonalize, train_gpt.train_step
 
 
-class AutocastGPT(GPT):
-    """Autocast chooses the dtypes, as in plain.py; F.linear stands for train_gpt.linear then."""
+class AutocastLinear(CastedLinear):
+    """Leaves the dtype of its weight to autocast."""
 
-    def forward(self, input_ids: Tensor, target_ids: Tensor) -> Tensor:
-        with torch.autocast(input_ids.device.type, torch.bfloat16):
-            return super().forward(input_ids, target_ids)
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight if scale is None else scale[:, None] * self.weight)
+
+
+class AutocastGPT(GPT):
+    """Autocast chooses the dtypes, as in plain.py."""
+
+    def forward(self, *args: Any) -> Tensor:
+        with torch.autocast(args[0].device.type, torch.bfloat16):
+            return super().forward(*args)
 
 
 class RotaryGPT(GPT):
@@ -57,26 +72,12 @@ class RotaryGPT(GPT):
         return super().logits(input_ids)
 
 
-class ScaledAttention(CausalSelfAttention):
-    """Applies scale to its output."""
+class ScalingLinear(CastedLinear):
+    """Applies the scale to its output."""
 
-    def forward(self, x: Tensor, scale: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        H, K = self.num_heads, self.num_kv_heads
-        weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
-        qkv = train_gpt.linear(x, weight).unflatten(-1, (H + 2 * K, -1))
-        qk, v = qkv.split((H + K, K), dim=2)
-        q, k = train_gpt.apply_rotary(train_gpt.rms_norm(qk), cos, sin).split((H, K), dim=2)
-        q = q * self.q_gain.to(x.dtype)[:, None]
-        y = attend(q, k, v, self.takes_groups).reshape(x.shape)
-        return scale.to(x.dtype) * train_gpt.linear(y, self.proj.weight)
-
-
-class ScaledMLP(MLP):
-    """Applies scale to its output."""
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        hidden = F.relu(train_gpt.linear(x, self.fc.weight)).square()
-        return scale.to(x.dtype) * train_gpt.linear(hidden, self.proj.weight)
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return y if scale is None else scale.to(x.dtype) * y
 
 
 class ThreeProductAttention(CausalSelfAttention):
@@ -84,12 +85,11 @@ class ThreeProductAttention(CausalSelfAttention):
 
     def forward(self, x: Tensor, scale: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = x.size(-1) // self.num_heads
-        layers = self.c_q, self.c_k, self.c_v
-        q, k, v = (train_gpt.linear(x, layer.weight).unflatten(-1, (-1, h)) for layer in layers)
+        q, k, v = (layer(x).unflatten(-1, (-1, h)) for layer in (self.c_q, self.c_k, self.c_v))
         q, k = (train_gpt.apply_rotary(train_gpt.rms_norm(y), cos, sin) for y in (q, k))
         q = q * self.q_gain.to(x.dtype)[:, None]
         y = attend(q, k, v, self.takes_groups).reshape(x.shape)
-        return train_gpt.linear(y, scale[:, None] * self.proj.weight)
+        return self.proj(y, scale)
 
 
 def orthogonalize_singly(matrices: list[Tensor], *settings: Any) -> list[Tensor]:
@@ -106,6 +106,7 @@ class ReadingLoader(plain.PlainLoader):
     """Reads each shard whole and copies int64 from pageable memory while the device waits."""
 
     def __init__(self, pattern: str, rank: int, world_size: int, device: torch.device, _: int):
+        self.waited = 0.0
         super().__init__(train_gpt.find_shards(pattern), torch.device("cpu"))
         self.rank, self.world_size, self.goal = rank, world_size, device
 
@@ -117,9 +118,9 @@ class ReadingLoader(plain.PlainLoader):
         return inputs.to(self.goal), targets.to(self.goal)
 
 
-def fetching_step(*args: Any) -> None:
+def fetching_step(state: TrainingState) -> None:
     """A step that waits for its loss."""
-    train_step(*args)[0].item()
+    train_step(state).item()
 
 
 @dataclass(eq=False)
@@ -139,37 +140,35 @@ class Way:
                 stack.enter_context(mock.patch.object(train_gpt, name, value))
             yield
 
-    def build(self, hp: Hyperparameters, runtime: Runtime, log: Callable = str) -> tuple:
-        """The arguments of train_step."""
+    def build(self, hp: Hyperparameters, runtime: Runtime) -> TrainingState:
+        """What its steps are taken from."""
         hp = replace(hp, **self.knobs)
+        wrapped = replace(runtime, distributed=runtime.distributed and not self.ddp)
         with self.in_place():
-            torch.manual_seed(hp.seed)
-            gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
-            train_gpt.choose_attention(gpt, hp, runtime)
-            loader = train_gpt.build_loader(hp, runtime)
-        wrapper = replace(runtime, distributed=runtime.distributed and not self.ddp)
-        model, chain = train_gpt.compile_and_wrap(gpt, hp, wrapper, log)
+            state = bench_step.build_state(hp, wrapped)
         if self.ddp:
-            model = DistributedDataParallel(model, broadcast_buffers=False, **self.ddp)
+            state.runtime, A = runtime, hp.batch_slots // runtime.world_size
+            model = DistributedDataParallel(state.model, broadcast_buffers=False, **self.ddp)
             # static_graph learns from the first backward pass, which must send its gradients.
-            other, A = train_gpt.build_loader(hp, runtime), hp.batch_slots // runtime.world_size
-            model(*other.next_batch(hp.train_batch_tokens, hp.train_seq_len, A)).backward()
+            model(*state.loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, A)).backward()
             model.zero_grad(set_to_none=True)
-        return model, loader, train_gpt.build_optimizers(gpt, hp, runtime.dtype, chain), hp, runtime
+            state.loader.seek((0, 0))
+            state.model = model
+        return state
 
-    def take_turn(self, step: tuple) -> None:
+    def take_turn(self, state: TrainingState) -> None:
         """What is timed."""
         with self.in_place():
             for _ in range(self.steps):
-                train_gpt.train_step(*step)
+                train_gpt.train_step(state)
 
 
 TRAINER = Way()
 WRAPPED = Way(ddp=dict(static_graph=False, gradient_as_bucket_view=True))
 ITEMS = {  # with the item, without it
     "nothing": (TRAINER, Way()),
-    "casts": (TRAINER, Way(dict(GPT=AutocastGPT, linear=F.linear))),
-    "scales": (TRAINER, Way(dict(CausalSelfAttention=ScaledAttention, MLP=ScaledMLP))),
+    "casts": (TRAINER, Way(dict(GPT=AutocastGPT, CastedLinear=AutocastLinear))),
+    "scales": (TRAINER, Way(dict(CastedLinear=ScalingLinear))),
     "qkv": (TRAINER, Way(dict(CausalSelfAttention=ThreeProductAttention))),
     "newton_schulz": (TRAINER, Way(dict(orthogonalize=orthogonalize_singly))),
     "groups": (TRAINER, Way(dict(attend=attend_repeating))),
@@ -186,13 +185,12 @@ ITEMS = {  # with the item, without it
 
 def obstacles(hp: Hyperparameters, runtime: Runtime, compiles: bool) -> dict[str, str]:
     """Why items have no meaning here."""
-    gpt = GPT(hp, runtime.dtype)
-    train_gpt.choose_attention(gpt, hp, runtime)
+    takes_groups = train_gpt.choose_attention(hp, runtime.device, runtime.dtype)
     W, slots = runtime.world_size, hp.batch_slots
     rules = [
         ("casts", runtime.dtype != torch.bfloat16, "the dtype is fp32"),
         ("groups", hp.num_heads == hp.num_kv_heads, "there are as many keys as queries"),
-        ("groups", not gpt.blocks[0].attn.takes_groups, "the trainer too repeats for this device"),
+        ("groups", not takes_groups, "the trainer too repeats for this device"),
         ("item", runtime.device.type == "cpu", "a CPU's work is done when Python goes on"),
         ("compile", not compiles, "it takes long: ask for it with --compile"),
         ("static_graph", not runtime.distributed, "it needs torchrun"),
@@ -210,26 +208,29 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="measure the item compile too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        hp = Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
-        bench_step.write_random_shards(Path(folder), hp.vocab_size)
+        data = Path(folder, "data")
+        data.mkdir()
+        knobs = {"DATA_PATH": str(data), "OUTPUT_DIR": folder}
+        hp = Hyperparameters.from_env({**os.environ, **knobs})
+        bench_step.write_random_shards(data, hp.vocab_size)
         runtime = train_gpt.open_runtime(hp, os.environ)
         torch._dynamo.config.recompile_limit = 100  # all models share the code of one forward
-        say = print if runtime.rank == 0 else str
         reasons = obstacles(hp, runtime, args.compile)
         here = [name for name in args.only if name not in reasons]
         steps = {}
+        silent = replace(runtime, log=train_gpt.Log())
         for way in dict.fromkeys(way for name in here for way in ITEMS[name]):
-            step = way.build(hp, runtime, say if way is TRAINER else str)
-            steps[way] = partial(way.take_turn, step)
+            state = way.build(hp, runtime if way is TRAINER else silent)
+            steps[way] = partial(way.take_turn, state)
         results = bench_step.measure(steps, args.rounds, runtime)
-    say(f"{'item':13} {'ms with':>9} {'without':>9} {'ratio':>6}")
-    for name in args.only:
-        if name in reasons:
-            say(f"{name:13} not here: {reasons[name]}")
-        else:
-            ms, undone = (results[way][0] / way.steps for way in ITEMS[name])
-            say(f"{name:13} {ms:9.1f} {undone:9.1f} {undone / ms:6.3f}")
-    train_gpt.leave(0, runtime)
+        runtime.log(f"{'item':13} {'ms with':>9} {'without':>9} {'ratio':>6}")
+        for name in args.only:
+            if name in reasons:
+                runtime.log(f"{name:13} not here: {reasons[name]}")
+            else:
+                ms, undone = (results[way][0] / way.steps for way in ITEMS[name])
+                runtime.log(f"{name:13} {ms:9.1f} {undone:9.1f} {undone / ms:6.3f}")
+        bench_step.leave(runtime)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time optimizer steps of the trainer against the plain reading of the contract in plain.py.
+"""Time optimizer steps of the trainer against the plain reading of the contract in tests/plain.py.
 
     PRESET=demo python tests/benchmarks/bench_step.py [--rounds 15]
     torchrun --standalone --nproc_per_node=2 tests/benchmarks/bench_step.py
@@ -7,8 +7,9 @@ Takes the trainer's own knobs from the environment. Both start from the same wei
 same shards of random tokens; they take turns, so that what else the machine does meets both.
 Prints, for each, the median time of a step, tokens per second, the share of the floor (the
 arithmetic of a step at the speed of a large matrix product, measured at the start) and the memory
-that a step takes beyond what is held before it; then the ratio, which is the result, and the
-trainer's own line of figures (waiting for data, optimizer, gradient exchange).
+that a step takes beyond what is held before it; then the ratio, which is the result; then what
+part of the trainer's step the updates, the exchange of gradients (each timed alone) and the wait
+for data take.
 """
 
 import argparse
@@ -19,22 +20,46 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
 from tests import plain
 from tests.conftest import write_shard
+from train_gpt import Hyperparameters, Runtime, TrainingState
 
 
 def write_random_shards(folder: Path, vocab_size: int, count: int = 4, tokens: int = 1_000_000):
     rng = np.random.default_rng(0)
     for i in range(count):
         write_shard(folder / f"fineweb_train_{i:06d}.bin", rng.integers(vocab_size, size=tokens))
+
+
+def build_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
+    """What a run has before its first step, compiled and wrapped as the knobs say."""
+    torch.manual_seed(hp.seed)
+    takes_groups = train_gpt.choose_attention(hp, runtime.device, runtime.dtype)
+    gpt = train_gpt.GPT(hp, runtime.dtype, takes_groups).to(runtime.device)
+    model, newton_schulz_fn = train_gpt.compile_and_wrap(gpt, runtime)
+    optimizers = train_gpt.build_optimizers(gpt, runtime.dtype, newton_schulz_fn)
+    place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
+    loader = train_gpt.DistributedTokenLoader(hp.files("train"), *place)
+    stopwatch = train_gpt.Stopwatch(runtime)
+    return TrainingState(runtime, gpt, model, optimizers, loader, stopwatch)
+
+
+def leave(runtime: Runtime) -> None:
+    """End all ranks together, as the script does: not through the interpreter's own exit."""
+    if runtime.distributed:
+        dist.barrier()
+        os._exit(0)
 
 
 def held_bytes(device: torch.device, reset: bool) -> int:
@@ -51,28 +76,54 @@ def held_bytes(device: torch.device, reset: bool) -> int:
     return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def peak_flops(runtime: train_gpt.Runtime) -> float:
-    """Of one device, in a large matrix product in the trainer's dtype."""
+def seconds(action: Callable) -> float:
+    """How long action keeps the device busy, on average."""
+    threads = torch.get_num_threads()
+    return Timer("action()", globals={"action": action}, num_threads=threads).timeit(3).mean
+
+
+def peak_flops(runtime: Runtime) -> float:
+    """Of one device, in a large matrix product in the trainer's dtype. The numbers are random: on
+    equal ones a GPU takes less power, and runs faster than it ever does in training."""
     side = 8192 if runtime.device.type == "cuda" else 2048
-    square = torch.ones(side, side, device=runtime.device, dtype=runtime.dtype)
-    return 2 * side**3 / train_gpt.seconds(lambda: square @ square)
+    square = torch.randn(side, side, device=runtime.device, dtype=runtime.dtype)
+    return 2 * side**3 / seconds(lambda: square @ square)
 
 
-def measure(steps: dict, rounds: int, runtime: train_gpt.Runtime) -> dict[str, tuple[float, float]]:
+def flops_per_token(hp: Hyperparameters) -> float:
+    """Forward and backward: 6 for each weight of a matrix, and causal attention."""
+    weights = hp.model_dim**2 * (2 + 2 * hp.num_kv_heads / hp.num_heads + 2 * hp.mlp_mult)
+    block = weights + hp.train_seq_len * hp.model_dim
+    return 6 * (hp.num_layers * block + hp.vocab_size * hp.model_dim)
+
+
+def measure(steps: dict, rounds: int, runtime: Runtime) -> dict[str, tuple[float, float]]:
     """Median milliseconds and most bytes of a step of each, taking turns; two rounds warm up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     peaks = dict.fromkeys(steps, 0)
+    synchronize = torch.get_device_module(runtime.device).synchronize
     for i in range(rounds + 2):
         for name, step in steps.items():
-            runtime.synchronize()
+            synchronize()
             before = held_bytes(runtime.device, reset=True)
             started = time.perf_counter()
             step()
-            runtime.synchronize()
+            synchronize()
             times[name].append(1000 * (time.perf_counter() - started))
             if i >= 2:
                 peaks[name] = max(peaks[name], held_bytes(runtime.device, reset=False) - before)
     return {name: (statistics.median(times[name][2:]), peaks[name]) for name in steps}
+
+
+def parts(state: TrainingState, step_s: float) -> str:
+    """Shares of a step of step_s seconds. Changes the weights: call it last."""
+    params = list(state.gpt.parameters())
+    for param in params:
+        param.grad = torch.randn_like(param)
+    updates_s = seconds(lambda: [optimizer.step() for optimizer in state.optimizers])
+    flat = torch.cat([param.grad.float().flatten() for param in params])
+    exchange_s = seconds(lambda: dist.all_reduce(flat)) if state.runtime.distributed else 0.0
+    return f"optimizer:{updates_s / step_s:.3f} gradient_exchange:{exchange_s / step_s:.3f}"
 
 
 def main() -> None:
@@ -80,39 +131,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="steps of each that are timed")
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
-        hp = train_gpt.Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
-        write_random_shards(Path(folder), hp.vocab_size)
+        data = Path(folder, "data")
+        data.mkdir()
+        knobs = {"DATA_PATH": str(data), "OUTPUT_DIR": folder}
+        hp = Hyperparameters.from_env({**os.environ, **knobs})
+        write_random_shards(data, hp.vocab_size)
         runtime = train_gpt.open_runtime(hp, os.environ)
-        say = print if runtime.rank == 0 else str
         peak = peak_flops(runtime)
-        torch.manual_seed(hp.seed)
-        gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
-        train_gpt.choose_attention(gpt, hp, runtime)
+        state = build_state(hp, runtime)
+        # Autocast wants the embedding in bf16, whatever the trainer's dtype is.
         plain_gpt = plain_model = plain.PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
+        plain_gpt.load_state_dict(state.gpt.state_dict())
         plain_optimizers = plain.PlainOptimizers(plain_gpt, hp)
         if runtime.distributed:
             plain_model = DistributedDataParallel(plain_gpt)
-        model, chain = train_gpt.compile_and_wrap(gpt, hp, runtime, say)
-        optimizers = train_gpt.build_optimizers(gpt, hp, runtime.dtype, chain)
-        loader, stopwatch = train_gpt.build_loader(hp, runtime), train_gpt.Stopwatch(runtime)
-        plain_loader = plain.PlainLoader(sorted(Path(folder).iterdir()), runtime.device)
+        plain_loader = plain.PlainLoader(sorted(data.iterdir()), runtime.device)
         A = hp.batch_slots // runtime.world_size
         steps = {
-            "trainer": lambda: train_gpt.train_step(model, loader, optimizers, hp, runtime),
+            "trainer": lambda: train_gpt.train_step(state),
             "plain": lambda: plain.train_step(plain_model, plain_optimizers, plain_loader, hp, A),
         }
         results = measure(steps, rounds, runtime)
-        floor = hp.train_batch_tokens * train_gpt.flops_per_token(hp) / peak / runtime.world_size
+        floor = hp.train_batch_tokens * flops_per_token(hp) / peak / runtime.world_size
         for name, (ms, memory) in results.items():
-            say(
+            runtime.log(
                 f"{name:8} {ms:9.1f} ms/step {1000 * hp.train_batch_tokens / ms:9.0f} tokens/s "
                 f"{1000 * floor / ms:6.1%} of the floor {memory / 2**20:7.0f} MiB for a step"
             )
-        say(f"ratio    {results['plain'][0] / results['trainer'][0]:9.2f}x")
-        where = hp, runtime, say, gpt, model, optimizers, loader, stopwatch
-        stopwatch.before_ms = (rounds + 2) * results["trainer"][0]
-        train_gpt.log_figures(train_gpt.TrainingState(*where, step=rounds + 2))
-    train_gpt.leave(0, runtime)
+        runtime.log(f"ratio    {results['plain'][0] / results['trainer'][0]:9.2f}x")
+        step_s = results["trainer"][0] / 1000
+        data_wait = state.loader.waited / (rounds + 2) / step_s
+        runtime.log(f"parts    {parts(state, step_s)} data_wait:{data_wait:.3f}")
+        leave(runtime)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,14 @@ import uuid
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.conftest import SCRIPT, process_environ, small_knobs, write_dataset, write_tokenizer
+from tests.conftest import (
+    SCRIPT,
+    launch_command,
+    process_environ,
+    small_knobs,
+    write_dataset,
+    write_tokenizer,
+)
 
 LIMIT_S = 60
 LAST_LINE = "final_int8_zlib_roundtrip_exact "
@@ -42,8 +49,7 @@ def processes_of(run_id: str) -> list[int]:
 def run_once(folder: Path, knobs: dict[str, str], ranks: int) -> tuple[float, str]:
     """Seconds of one run, and what was wrong with it: "" if nothing."""
     run_id = f"soak-{uuid.uuid4()}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", str(SCRIPT)]
+    command = [*launch_command(ranks), str(SCRIPT)]
     environ = process_environ({**knobs, "RUN_ID": run_id}, 1)
     problems, started = [], time.monotonic()
     with open(folder / "stdout", "wb") as stdout, open(folder / "stderr", "wb") as stderr:

@@ -19,7 +19,14 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import SCRIPT, process_environ, small_knobs, write_dataset, write_tokenizer
+from conftest import (
+    SCRIPT,
+    launch_command,
+    process_environ,
+    small_knobs,
+    write_dataset,
+    write_tokenizer,
+)
 
 NAMES = ("final_model.pt", "final_model.int8.ptz")
 
@@ -27,8 +34,7 @@ NAMES = ("final_model.pt", "final_model.int8.ptz")
 def start(folder: Path, knobs: dict[str, str], ranks: int, restarts: int) -> subprocess.Popen:
     """A run under torchrun in a new folder; its console goes into files there."""
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", str(SCRIPT)]
+    command = [*launch_command(ranks, restarts), str(SCRIPT)]
     with open(folder / "stdout.txt", "w") as out, open(folder / "stderr.txt", "w") as errors:
         return subprocess.Popen(
             command, cwd=folder, env=process_environ(knobs, 1), stdout=out, stderr=errors
