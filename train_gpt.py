@@ -1555,7 +1555,7 @@ def prepare_demo(hp: Hyperparameters, log: Log) -> None:
         return
     script = Path(__file__).with_name("data") / "demo_corpus.py"
     command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
     reason = (result.stderr.strip() or "no message").splitlines()[-1]
     require(result.returncode == 0, f"PRESET=demo: {script} failed: {reason}")
     log(result.stdout.rstrip())
@@ -1661,7 +1661,8 @@ def score(gpt: GPT, model: nn.Module, validation: Validation, runtime: Runtime) 
     loss = evaluate(model, validation.tokens, gpt.hp, runtime)
     eval_ms, bpb = 1000 * (time.perf_counter() - started), validation.bits_per_byte(loss)
     runtime.log(
-        f"{name} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{eval_ms:.0f}ms{validation.partial}\n"
+        f"{name} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{eval_ms:.0f}ms"
+        f"{validation.partial}\n"
         f"{name}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}{validation.partial}"
     )
     require(math.isfinite(loss), f"the score is {loss}: train at lower learning rates")
