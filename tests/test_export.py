@@ -13,6 +13,7 @@ from train_gpt import (
     Hyperparameters,
     abs_quantile,
     dequantize_state_dict_int8,
+    export,
     load_weights,
     quantize_state_dict_int8,
     serialize,
@@ -204,6 +205,23 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path):
     assert path.read_bytes() == b"old"
     write_file(path, b"new")
     assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("blocked", ["final_model.pt", "final_model.int8.ptz"])
+def test_the_model_that_can_be_written_is(tmp_path, blocked):
+    """The other one is a problem to report at the end, and no exception."""
+    (tmp_path / f"{blocked}.part").mkdir()
+    hp = Hyperparameters(output_dir=str(tmp_path), num_layers=1, model_dim=64, vocab_size=256)
+    lines = []
+    artifact, sizes, problems = export(GPT(hp), lines.append)
+    assert problems == [f"{tmp_path / blocked} cannot be written: Is a directory"]
+    (written,) = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert {written.name, blocked} == {"final_model.pt", "final_model.int8.ptz"}
+    load_weights(GPT(hp), written.read_bytes(), written.name)
+    load_weights(GPT(hp), artifact, "the artifact")
+    assert written.name.endswith(".pt") or written.read_bytes() == artifact
+    assert sizes["bytes_total"] == len(artifact) + sizes["bytes_code"]
+    assert f"Serialized model int8+zlib: {len(artifact)} bytes" in lines[0]
 
 
 def test_without_a_floor_small_rows_keep_fine_steps():

@@ -26,12 +26,14 @@ from train_gpt import (
     GPT,
     DistributedTokenLoader,
     Hyperparameters,
+    InputError,
     Validation,
     build_optimizers,
     evaluate,
     evaluate_sliding,
     load_tokenizer,
     load_weights,
+    run,
 )
 
 NUMBER = r"\d+"
@@ -201,14 +203,6 @@ def test_the_last_line_scores_the_bytes_on_the_disk(tmp_path, knobs, tokenizer):
     assert bpb == pytest.approx(validation.bits_per_byte(loss), abs=1e-7)
 
 
-def test_a_run_repeats_bit_for_bit(single, tmp_path, knobs):
-    folder, output = single
-    again = run_script(tmp_path, knobs)
-    assert without_times(again.stdout) == without_times(output)
-    for name in ("final_model.pt", "final_model.int8.ptz"):
-        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
-
-
 def test_warm_up_leaves_no_trace_and_may_be_left_out(single, tmp_path, knobs):
     """Without warm-up the first thing that the model does is the validation at step 0."""
     folder, _ = single
@@ -265,10 +259,25 @@ def test_untied_first_loss_is_ln_v(tmp_path, knobs):
     assert "tie_embeddings:False embed_lr:0.6 head_lr:0.008 " in result.stdout
 
 
-def test_no_iterations_still_validate_and_export(tmp_path, knobs):
-    result = run_script(tmp_path, {**knobs, "ITERATIONS": "0"})
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory, knobs):
+    """The output of a run without a step, in which a torch for CUDA sees no GPU. (Where torch is
+    made for the CPU, the version that it says is made up.)"""
+    folder = tmp_path_factory.mktemp("untrained")
+    (folder / "worker.py").write_text(
+        "import torch\n"
+        "torch.version.cuda = torch.version.cuda or '13.0'\n"
+        "import train_gpt\n"
+        "train_gpt.main()\n"
+    )
+    auto = {"DEVICE": "auto", "COMPILE": "auto", "ITERATIONS": "0", "PYTHONPATH": str(ROOT)}
+    result = run_script(folder, {**knobs, **auto}, script=folder / "worker.py")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count(" val_loss:") == 3 and "train_loss" not in result.stdout
+    return result.stdout
+
+
+def test_no_iterations_still_validate_and_export(untrained):
+    assert untrained.count(" val_loss:") == 3 and "train_loss" not in untrained
 
 
 def test_compiled_equals_eager(tmp_path, knobs):
@@ -282,18 +291,8 @@ def test_compiled_equals_eager(tmp_path, knobs):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_torch_for_cuda_that_sees_no_gpu_says_so_and_takes_the_cpu_uncompiled(tmp_path, knobs):
-    """Where torch is made for the CPU, the version that it says is made up."""
-    (tmp_path / "worker.py").write_text(
-        "import torch\n"
-        "torch.version.cuda = torch.version.cuda or '13.0'\n"
-        "import train_gpt\n"
-        "train_gpt.main()\n"
-    )
-    auto = {"DEVICE": "auto", "COMPILE": "auto", "ITERATIONS": "0", "PYTHONPATH": str(ROOT)}
-    result = run_script(tmp_path, {**knobs, **auto}, script=tmp_path / "worker.py")
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+def test_a_torch_for_cuda_that_sees_no_gpu_says_so_and_takes_the_cpu_uncompiled(untrained):
+    lines = untrained.splitlines()
     (place,) = [i for i, line in enumerate(lines) if line.startswith("device:cpu")]
     assert " compile:False " in lines[place]
     expected = "device:this torch is made for CUDA but sees no GPU: does nvidia-smi?"
@@ -380,27 +379,49 @@ def test_a_file_whose_score_is_not_finite_fails_the_run(single, tmp_path, knobs)
     assert (tmp_path / "nan.pt").exists()
 
 
-@pytest.mark.parametrize("lost", ["head -1", "/dev/full"])
-def test_a_lost_stdout_loses_lines_not_the_run(single, tmp_path, knobs, lost):
-    if lost == "head -1":
-        process = start_script(tmp_path, knobs)
-        assert process.stdout.readline() == "logs/test.txt\n"
-        process.stdout.close()
-        code, errors = process.wait(timeout=120), (tmp_path / "stderr.txt").read_text()
-    else:
-        with open("/dev/full", "w") as full:
-            settings = {"cwd": tmp_path, "env": process_environ(knobs, 1), "timeout": 120}
-            command = [sys.executable, str(SCRIPT)]
-            result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, **settings)
-        code, errors = result.returncode, result.stderr.decode()
+@pytest.fixture(scope="module")
+def unheard(tmp_path_factory, knobs):
+    """The run of `single` again, of whose stdout only the first line is read: its folder, its exit
+    code, its errors and the lines of its log file."""
+    folder = tmp_path_factory.mktemp("unheard")
+    process = start_script(folder, knobs)
+    assert process.stdout.readline() == "logs/test.txt\n"
+    process.stdout.close()
+    code = process.wait(timeout=120)
+    return folder, code, (folder / "stderr.txt").read_text(), lines_of_the_log(folder)
+
+
+def lines_of_the_log(folder: Path) -> str:
+    """What the log file has behind its head."""
+    text = (folder / "logs" / "test.txt").read_text()
+    rule = "\n" + "=" * 100 + "\n"
+    return text[text.rindex(rule) + len(rule) :]
+
+
+def test_a_closed_stdout_loses_lines_not_the_run(single, unheard):
+    """As with `python train_gpt.py | head -1`."""
+    folder, code, errors, lines = unheard
     assert (code, errors) == (0, "")
-    folder, output = single
-    text = (tmp_path / "logs" / "test.txt").read_text()
-    lines = text[text.rindex("=" * 100 + "\n") + 101 :]
-    assert without_times(lines) == without_times(output)
+    assert without_times(lines) == without_times(single[1])
+    assert (folder / "final_result.json").exists()
+
+
+def test_a_full_stdout_loses_lines_not_the_run(single, tmp_path, knobs):
+    with open("/dev/full", "w") as full:
+        settings = {"cwd": tmp_path, "env": process_environ(knobs, 1), "timeout": 120}
+        command = [sys.executable, str(SCRIPT)]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, **settings)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert without_times(lines_of_the_log(tmp_path)) == without_times(single[1])
     assert (tmp_path / "final_result.json").exists()
+
+
+def test_a_run_repeats_bit_for_bit(single, unheard):
+    folder, output = single
+    again, _, _, lines = unheard
+    assert without_times(lines) == without_times(output)
     for name in MODELS:
-        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -417,6 +438,15 @@ def error_of(result) -> str:
     assert len(begins) == 1, result.stderr
     assert 'train_gpt.py", line' not in result.stderr
     return "\n".join(lines[begins[0] : begins[0] + 3])
+
+
+def error_before_training(capsys, knobs, folder: Path, **changes: str) -> str:
+    """What a run raises here before it builds its model; a process would report it as above."""
+    environ = {**knobs, "OUTPUT_DIR": str(folder), **changes}
+    with pytest.raises((InputError, FileNotFoundError)) as caught:
+        run(environ, None)  # errors come before there is a signal to heed
+    assert capsys.readouterr().out in ("", f"{folder}/logs/test.txt\n")
+    return str(caught.value)
 
 
 def test_no_preset_and_no_data_names_both_ways_out(tmp_path):
@@ -436,9 +466,9 @@ def test_bad_knobs_are_told_before_anything_happens(tmp_path):
     assert result.stdout == "" and list(tmp_path.iterdir()) == []
 
 
-def test_a_world_of_three(tmp_path, knobs):
-    environ = {**knobs, "WORLD_SIZE": "3", "RANK": "0"}
-    assert "WORLD_SIZE=3" in error_of(run_script(tmp_path, environ))
+def test_a_world_of_three(capsys, tmp_path, knobs):
+    error = error_before_training(capsys, knobs, tmp_path, WORLD_SIZE="3", RANK="0")
+    assert error.startswith("WORLD_SIZE=3 must divide BATCH_SLOTS=8: launch 1, 2, 4, 8 processes")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -454,26 +484,24 @@ def test_an_output_folder_that_cannot_be_written(tmp_path, knobs):
 
 
 @pytest.mark.parametrize("name", [*MODELS, "final_result.json"])
-def test_a_folder_where_a_file_goes_is_found_before_anything_else(tmp_path, knobs, name):
+def test_a_folder_where_a_file_goes_is_found_before_anything_else(capsys, tmp_path, knobs, name):
     (tmp_path / name).mkdir()
-    result = run_script(tmp_path, {**knobs, "DATA_PATH": "nowhere"})
-    problem = f"ValueError: {name} cannot be written: a folder is in its place: move it"
-    assert error_of(result) == problem and result.stdout == "logs/test.txt\n"
+    error = error_before_training(capsys, knobs, tmp_path, DATA_PATH="nowhere")
+    problem = f"{tmp_path / name} cannot be written: a folder is in its place: move it"
+    assert error == problem
 
 
-@pytest.mark.parametrize("blocked", [["final_model.pt"], MODELS], ids=len)
-def test_models_that_cannot_be_written_are_scored_all_the_same(single, tmp_path, knobs, blocked):
-    """Each is written beside its place first, where a folder is in the way here."""
-    for name in blocked:
+def test_models_that_cannot_be_written_are_scored_all_the_same(single, tmp_path, knobs):
+    """From memory. Each is written beside its place first, where a folder is in the way here."""
+    for name in MODELS:
         (tmp_path / f"{name}.part").mkdir()
     result = run_script(tmp_path, knobs)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    lines = [f"{name} cannot be written: Is a directory\n" for name in sorted(blocked)[::-1]]
-    assert result.stderr == "ValueError: " + "".join(lines)
-    folder, output = single
-    assert without_times(result.stdout)[-2:] == without_times(output)[-2:]
-    for name in set(MODELS) - set(blocked):
-        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    assert result.returncode == 1
+    assert result.stderr == (
+        "ValueError: final_model.pt cannot be written: Is a directory\n"
+        "final_model.int8.ptz cannot be written: Is a directory\n"
+    )
+    assert without_times(result.stdout)[-2:] == without_times(single[1])[-2:]
 
 
 def test_what_only_one_rank_lacks_is_one_error(tmp_path, knobs):
@@ -489,30 +517,32 @@ def test_what_only_one_rank_lacks_is_one_error(tmp_path, knobs):
     assert "DATA_PATH has no nowhere/fineweb_train_*.bin" in error_of(result)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "gpt.blocks[0].resid_mix.data[1, 3] += 1e-7",
-        "optimizers[0].state[gpt.skip_weights]['step'] += 1",
-    ],
-)
-def test_replicas_that_differ_fail_the_run(tmp_path, knobs, change):
-    program = f"""
+def test_replicas_that_differ_fail_the_run(tmp_path, knobs):
+    """In one bit of a weight; and, tried before it and undone, in one step count of Adam."""
+    program = """
 import train_gpt
 train = train_gpt.train
 def train_and_stray(state, *others):
-    ended = train(state, *others)
-    gpt, optimizers = state.gpt, state.optimizers
-    if state.runtime.rank == 1:
-        {change}
+    ended, rank = train(state, *others), state.runtime.rank
+    train_gpt.check_replicas(state)
+    count = state.optimizers[0].state[state.gpt.skip_weights]["step"]
+    count += rank
+    try:
+        train_gpt.check_replicas(state)
+    except RuntimeError as error:
+        print("count:", error, flush=True)
+    count -= rank
+    state.gpt.blocks[0].resid_mix.data[1, 3] += 1e-7 * rank
     return ended
 train_gpt.train = train_and_stray
 train_gpt.main()
 """
     environ = {**knobs, "ITERATIONS": "1", "PYTHONPATH": str(ROOT)}
-    for process in run_ranks(tmp_path, [environ] * 2, ["-c", program]):
-        assert process.returncode == 1 and "replicas:identical" not in process.stdout
-        assert "step counts of ranks [1] differ from rank 0's" in process.stderr
+    problem = "the weights or step counts of ranks [1] differ from rank 0's\n"
+    for rank, process in enumerate(run_ranks(tmp_path, [environ] * 2, ["-c", program])):
+        assert process.returncode == 1 and f"count: {problem}" in process.stdout
+        assert process.stdout.count("replicas:identical") == (1 if rank == 0 else 0)
+        assert process.stderr.endswith(f"RuntimeError: {problem}")
     assert not list(tmp_path.glob("final_*"))
 
 
@@ -521,12 +551,12 @@ def damaged(dataset: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_shard_cut_short(tmp_path, dataset, knobs):
+def test_a_shard_cut_short(capsys, tmp_path, dataset, knobs):
     data = damaged(dataset, tmp_path / "data")
     shard = data / "fineweb_train_000001.bin"
     os.truncate(shard, shard.stat().st_size - 1)
-    error = error_of(run_script(tmp_path, {**knobs, "DATA_PATH": str(data)}))
-    assert str(shard) in error and "get the file again" in error
+    error = error_before_training(capsys, knobs, tmp_path, DATA_PATH=str(data))
+    assert error.startswith(f"{shard}: ") and error.endswith(": get the file again")
 
 
 def test_a_token_outside_the_vocabulary_met_in_training(tmp_path, dataset, knobs):
@@ -557,17 +587,15 @@ def test_a_validation_split_of_bos_alone_is_found_before_training(tmp_path, data
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_what_cannot_fit_in_memory_is_told_before_it_is_tried(tmp_path, knobs, change):
-    result = run_script(tmp_path, {**knobs, **change})
+def test_what_cannot_fit_in_memory_is_told_before_it_is_tried(capsys, tmp_path, knobs, change):
+    error = error_before_training(capsys, knobs, tmp_path, **change)
     name, value = next(iter(change.items()))
-    error = error_of(result)
-    assert re.match(rf"ValueError: {name}={value} takes \d+ GB, and this machine has \d+: ", error)
-    assert result.stdout == "logs/test.txt\n"
+    assert re.match(rf"{name}={value} takes \d+ GB, and this machine has \d+: choose less", error)
 
 
-def test_a_tokenizer_path_that_is_a_folder(tmp_path, knobs):
-    error = error_of(run_script(tmp_path, {**knobs, "TOKENIZER_PATH": str(tmp_path)}))
-    assert error.startswith(f"FileNotFoundError: TOKENIZER_PATH='{tmp_path}' is not a file\n")
+def test_a_tokenizer_path_that_is_a_folder(capsys, tmp_path, knobs):
+    error = error_before_training(capsys, knobs, tmp_path, TOKENIZER_PATH=str(tmp_path))
+    assert error.startswith(f"TOKENIZER_PATH='{tmp_path}' is not a file\n")
     assert "PRESET=demo python train_gpt.py" in error
 
 
