@@ -1514,7 +1514,7 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
     and the signal or 0."""
     hp, runtime, stopwatch = state.gpt.hp, state.runtime, state.stopwatch
     cap_ms, begun_at = 1000 * hp.max_wallclock_seconds, state.step
-    train_loss = math.nan  # the last one logged
+    train_loss = ""  # the last one logged
     stopwatch.start()
     while True:
         now_ms, signum = stopwatch.elapsed_ms(), stop.wanted()
@@ -1538,9 +1538,10 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
 
         due = hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0)
         if due:
-            train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-            require_finite("train_loss", train_loss, state.step)
-        line = f"step:{state.step}/{hp.iterations} train_loss:{train_loss:.4f} "
+            loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+            require_finite("train_loss", loss, state.step)
+            train_loss = f"train_loss:{loss:.4f} "
+        line = f"step:{state.step}/{hp.iterations} {train_loss}"
         tell = runtime.log if due else runtime.log.show
         tell(line + stopwatch.report(state.step))
         if state.step == 10 and factor < 1 and hp.warmdown_frac == 0 < cap_ms:
