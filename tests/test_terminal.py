@@ -104,6 +104,7 @@ def test_the_status_is_rewritten_at_most_four_times_a_second(shown):
 def test_no_status_stays_between_the_lines(shown):
     """What remains on the terminal is the log, to the letter."""
     folder, terminal, _ = shown
+    assert not re.search(STATUS + r"(?!\x1b\[K)", terminal)  # what comes next wipes it off
     rest = re.sub(STATUS, "", terminal)
     assert rest.startswith("logs/test.txt")  # nothing is cleared where nothing stood
     lines = [line.removeprefix("\x1b[K") for line in rest.splitlines()]
