@@ -38,6 +38,12 @@ def pytest_configure() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A whole folder: two files at a time. One file or test: this process, where pdb works."""
+    by_name = config.option.keyword or not all(Path(name).is_dir() for name in config.args)
+    return 0 if by_name else 2
+
+
 def train_tokenizer(**settings) -> bytes:
     """A SentencePiece BPE model of the demo's kind, with other settings where given."""
     model = io.BytesIO()

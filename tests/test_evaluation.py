@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from conftest import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
+from conftest import ALONE, TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,13 +15,11 @@ from torch import nn
 from train_gpt import (
     GPT,
     Hyperparameters,
-    Runtime,
     Validation,
     evaluate,
+    evaluate_sliding,
     load_tokenizer,
 )
-
-CPU = Runtime(0, 1, 0, False, torch.device("cpu"), torch.float32)
 
 
 def tokenizer_knobs(path, **knobs) -> Hyperparameters:
@@ -77,11 +75,12 @@ def test_a_file_that_is_no_tokenizer(tmp_path, content, words):
     assert all(word in str(caught.value) for word in [f"TOKENIZER_PATH='{path}'", *words])
 
 
-def test_a_missing_tokenizer(tmp_path):
-    with pytest.raises(FileNotFoundError, match="TOKENIZER_PATH(.|\n)*PRESET=demo"):
-        load_tokenizer(tokenizer_knobs(tmp_path / "x.model"))
-    with pytest.raises(FileNotFoundError, match="TOKENIZER_PATH"):
-        load_tokenizer(tokenizer_knobs(tmp_path))  # a folder
+def test_a_missing_tokenizer_names_the_ways_out(tmp_path):
+    for path in (tmp_path / "x.model", tmp_path):  # nothing, and a folder
+        with pytest.raises(FileNotFoundError) as caught:
+            load_tokenizer(tokenizer_knobs(path))
+        assert str(caught.value).startswith(f"TOKENIZER_PATH='{path}' is not a file\n")
+        assert "PRESET=demo" in str(caught.value)
 
 
 def test_a_tokenizer_of_another_size(tokenizer):
@@ -117,10 +116,21 @@ def test_the_split_is_cut_to_whole_sequences(small, token_bytes):
     assert validation.num_bytes == token_bytes.count(validation.tokens.numpy())
 
 
+def test_a_split_without_text_is_refused(small, token_bytes, tmp_path):
+    """BOS alone stands for no text: its bits per byte would be a division by zero."""
+    for path in tmp_path.glob("fineweb_val_*.bin"):
+        path.unlink()
+    write_shard(tmp_path / "fineweb_val_000000.bin", [1] * 100)
+    with pytest.raises(ValueError) as caught:
+        Validation.load(small, token_bytes)
+    problem = f"DATA_PATH='{tmp_path}': 100 validation tokens stand for no text"
+    assert str(caught.value).startswith(problem)
+
+
 def test_a_uniform_model_scores_ln_v(small, token_bytes):
     validation = Validation.load(small, token_bytes)
     gpt = GPT(dataclasses.replace(small, tie_embeddings=False), torch.float32)
-    loss = evaluate(gpt, validation.tokens, small, CPU)
+    loss = evaluate(gpt, validation.tokens, small, ALONE)
     assert loss == pytest.approx(math.log(VOCAB_SIZE), abs=1e-6)
     bits = validation.bits_per_byte(loss)
     assert bits == pytest.approx(math.log2(VOCAB_SIZE) * 96 / validation.num_bytes)
@@ -152,6 +162,31 @@ class Seen(nn.Module):
         return y.float()
 
 
+class Mode(nn.Module):
+    """Keeps the mode of every call, of its own and of a layer's inside, and whether gradients are
+    kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dropout()
+        self.seen = set()
+
+    def forward(self, x, y, reduction):
+        self.seen.add((self.training, self.layer.training, torch.is_grad_enabled()))
+        return y.float()
+
+
+@pytest.mark.parametrize("function", [evaluate, evaluate_sliding])
+def test_validation_runs_in_eval_mode_and_training_goes_on_in_train_mode(
+    small, token_bytes, function
+):
+    model = Mode()
+    tokens = Validation.load(small, token_bytes).tokens
+    function(model, tokens, dataclasses.replace(small, eval_stride=4), ALONE)
+    assert model.seen == {(False, False, False)}
+    assert model.training and model.layer.training
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("batch", [1, 4, 5, 100])
 def test_every_window_is_scored_once_for_any_world_and_batch(small, token_bytes, world_size, batch):
@@ -159,8 +194,9 @@ def test_every_window_is_scored_once_for_any_world_and_batch(small, token_bytes,
     tokens = Validation.load(small, token_bytes).tokens
     model, total = Seen(), 0.0
     for rank in range(world_size):  # 6 windows: with 8 ranks some have none
-        part = dataclasses.replace(CPU, rank=rank, world_size=world_size)
-        total += evaluate(model, tokens, hp, part)  # without a process group: this rank's share
+        part = dataclasses.replace(ALONE, rank=rank, world_size=world_size)
+        # Without a process group this rank's share stands for that of every rank.
+        total += evaluate(model, tokens, hp, part) / world_size
     ids = tokens.to(torch.int64)
     windows = [
         (tuple(ids[i : i + 16].tolist()), tuple(ids[i + 1 : i + 17].tolist()))
@@ -178,7 +214,7 @@ def test_the_loss_does_not_depend_on_the_batch(small, token_bytes):
             p.add_(0.1 * torch.randn_like(p))
     tokens = Validation.load(small, token_bytes).tokens
     losses = [
-        evaluate(gpt, tokens, dataclasses.replace(small, val_batch_size=8 * 16 * n), CPU)
+        evaluate(gpt, tokens, dataclasses.replace(small, val_batch_size=8 * 16 * n), ALONE)
         for n in (1, 4, 6)
     ]
     assert losses == pytest.approx(losses[:1] * 3, rel=1e-6)
@@ -213,13 +249,16 @@ def test_sliding_windows_score_each_token_once_with_its_context(
             logits = trained.logits(ids[begin : t + 1][None])[-1]
         expected.append(-logits.log_softmax(0)[ids[t + 1]].item())
         assert t - begin + 1 >= min(16 - stride + 1, t + 1)  # what comes before it
-    hp = dataclasses.replace(small, val_batch_size=8 * 16 * batch)
+    hp = dataclasses.replace(small, val_batch_size=8 * 16 * batch, eval_stride=stride)
     for world_size in (1, 2, 8):
-        parts = [dataclasses.replace(CPU, rank=r, world_size=world_size) for r in range(world_size)]
-        loss = sum(evaluate(trained, tokens, hp, part, stride) for part in parts)
+        parts = [
+            dataclasses.replace(ALONE, rank=r, world_size=world_size) for r in range(world_size)
+        ]
+        losses = [evaluate_sliding(trained, tokens, hp, part) for part in parts]
+        loss = sum(losses) / world_size
         assert loss == pytest.approx(sum(expected) / 96, rel=1e-5)
     if stride == 16:
-        assert loss == pytest.approx(evaluate(trained, tokens, hp, CPU), rel=1e-6)
+        assert loss == pytest.approx(evaluate(trained, tokens, hp, ALONE), rel=1e-6)
 
 
 def test_a_partial_validation_says_so(small, token_bytes):

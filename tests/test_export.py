@@ -13,6 +13,7 @@ from train_gpt import (
     Hyperparameters,
     abs_quantile,
     dequantize_state_dict_int8,
+    export,
     load_weights,
     quantize_state_dict_int8,
     serialize,
@@ -63,8 +64,14 @@ def test_where_each_tensor_goes():
         "small": "float32", "small_half": "bfloat16", "scalar": "float32", "none": "float32",
     }  # fmt: skip
     tensors = [*obj["quantized"].values(), *obj["scales"].values(), *obj["passthrough"].values()]
-    assert stats["payload"] == sum(t.numel() * t.element_size() for t in tensors)
-    assert stats["baseline"] == sum(t.numel() * t.element_size() for t in state().values())
+    assert stats == {
+        "param_count": sum(t.numel() for t in state().values()),
+        "num_tensors": 13,
+        "num_float_tensors": 12,  # all but "count"
+        "num_nonfloat_tensors": 1,
+        "baseline_tensor_bytes": sum(t.numel() * t.element_size() for t in state().values()),
+        "int8_payload_bytes": sum(t.numel() * t.element_size() for t in tensors),
+    }
 
 
 def test_optional_keys_stand_only_when_needed():
@@ -137,6 +144,34 @@ def test_back_and_forth():
     assert torch.equal(obj["passthrough"]["x.q_gain"], original["x.q_gain"])
 
 
+def test_without_qmeta_a_scale_with_one_dimension_is_one_per_row():
+    """As in objects that older and other scripts wrote."""
+    values = torch.randint(-127, 128, (3, 4), dtype=torch.int8)
+    cube = torch.randint(-127, 128, (3, 2, 2), dtype=torch.int8)
+    rows, whole = torch.tensor([0.5, 2.0, 0.25]).half(), torch.tensor(0.125)
+    obj = {
+        "__quant_format__": "int8_clean_per_row_v1",
+        "quantized": {"matrix": values, "cube": cube, "whole": values},
+        "scales": {"matrix": rows, "cube": rows, "whole": whole},
+        "dtypes": {"matrix": "float32", "cube": "bfloat16", "whole": "float32"},
+        "passthrough": {},
+    }
+    restored = dequantize_state_dict_int8(obj)
+    assert torch.equal(restored["matrix"], values * torch.tensor([[0.5], [2.0], [0.25]]))
+    by_row = torch.stack([0.5 * cube[0], 2.0 * cube[1], 0.25 * cube[2]]).bfloat16()
+    assert restored["cube"].dtype == torch.bfloat16 and torch.equal(restored["cube"], by_row)
+    assert torch.equal(restored["whole"], 0.125 * values)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_scales_that_are_not_one_a_row_are_refused(size):
+    """Before they are multiplied: a scale of another shape may blow up a tiny artifact."""
+    obj, _ = quantize_state_dict_int8({"w": torch.randn(300, 256)})
+    obj["scales"]["w"] = torch.ones(size)
+    with pytest.raises(ValueError, match=rf"w has \({size},\) scales, not one or one a row"):
+        dequantize_state_dict_int8(obj)
+
+
 def test_a_whole_model_comes_back_through_the_bytes():
     hp = Hyperparameters(num_layers=2, model_dim=128, vocab_size=1024)
     gpt, other = GPT(hp), GPT(hp)
@@ -170,6 +205,23 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path):
     assert path.read_bytes() == b"old"
     write_file(path, b"new")
     assert path.read_bytes() == b"new" and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("blocked", ["final_model.pt", "final_model.int8.ptz"])
+def test_the_model_that_can_be_written_is(tmp_path, blocked):
+    """The other one is a problem to report at the end, and no exception."""
+    (tmp_path / f"{blocked}.part").mkdir()
+    hp = Hyperparameters(output_dir=str(tmp_path), num_layers=1, model_dim=64, vocab_size=256)
+    lines = []
+    artifact, sizes, problems = export(GPT(hp), lines.append)
+    assert problems == [f"{tmp_path / blocked} cannot be written: Is a directory"]
+    (written,) = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert {written.name, blocked} == {"final_model.pt", "final_model.int8.ptz"}
+    load_weights(GPT(hp), written.read_bytes(), written.name)
+    load_weights(GPT(hp), artifact, "the artifact")
+    assert written.name.endswith(".pt") or written.read_bytes() == artifact
+    assert sizes["bytes_total"] == len(artifact) + sizes["bytes_code"]
+    assert f"Serialized model int8+zlib: {len(artifact)} bytes" in lines[0]
 
 
 def test_without_a_floor_small_rows_keep_fine_steps():
