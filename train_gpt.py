@@ -170,7 +170,8 @@ class Hyperparameters:
         patterns = texts.get("CONTROL_TENSOR_NAME_PATTERNS")
         if patterns is not None:
             texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
-        values, problems = {}, []
+        values = {}
+        problems = []
         for name, kind in get_type_hints(cls).items():
             try:
                 if name.upper() in texts:
@@ -188,7 +189,8 @@ class Hyperparameters:
     def problems(self) -> list[str]:
         """A line for each knob that is wrong."""
         H, K, T = max(self.num_heads, 1), max(self.num_kv_heads, 1), max(self.train_seq_len, 1)
-        slots, batch = max(self.batch_slots, 1), self.train_batch_tokens
+        slots = max(self.batch_slots, 1)
+        batch = self.train_batch_tokens
         units = f"{slots * T}: BATCH_SLOTS={slots} times TRAIN_SEQ_LEN={T}"
         is_name = self.run_id == Path(self.run_id).name != ".." and self.run_id.isprintable()
         checks = [(name, getattr(self, name) > 0, "above 0") for name in ABOVE_0]
@@ -317,7 +319,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, hp: Hyperparameters, takes_groups: bool = True) -> None:
         super().__init__()
         D, H, K = hp.model_dim, hp.num_heads, hp.num_kv_heads
-        self.num_heads, self.num_kv_heads = H, K
+        self.num_heads = H
+        self.num_kv_heads = K
         self.takes_groups = takes_groups  # see choose_attention
         self.c_q = CastedLinear(D, D, bias=False)
         self.c_k = CastedLinear(D, D // H * K, bias=False)
@@ -431,7 +434,8 @@ class GPT(nn.Module):
     def logits(self, input_ids: Tensor) -> Tensor:
         """What comes after each of input_ids (B, T): fp32 (B*T, V). Raises InputError if T is above
         TRAIN_SEQ_LEN, where the rotary tables end."""
-        T, longest = input_ids.size(1), self.rotary.size(1)
+        T = input_ids.size(1)
+        longest = self.rotary.size(1)
         require(T <= longest, f"{T} tokens in a sequence, but TRAIN_SEQ_LEN={longest}")
         cos, sin = self.rotary[:, :T, None].to(self.dtype)
         x = x0 = rms_norm(self.tok_emb(input_ids).to(self.dtype))  # (B, T, D)
@@ -577,7 +581,8 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
     straight down to 0. With WARMDOWN_FRAC over that part of the run, in steps or in time, whatever
     ends first; else over WARMDOWN_ITERS steps, under a cap over their time at the average speed."""
     cap_ms = 1000 * hp.max_wallclock_seconds
-    remaining_ms, remaining_steps = max(cap_ms - elapsed_ms, 0.0), max(hp.iterations - step, 0)
+    remaining_ms = max(cap_ms - elapsed_ms, 0.0)
+    remaining_steps = max(hp.iterations - step, 0)
     if hp.warmdown_frac > 0:
         in_time = remaining_ms / cap_ms if cap_ms > 0 else 1.0
         in_steps = remaining_steps / max(hp.iterations, 1)
@@ -631,7 +636,8 @@ def load_data_shard(path: str | Path) -> Tensor:
     header = [*np.fromfile(path, "<i4", SHARD_HEADER_BYTES // 4).tolist(), 0, 0, 0]
     is_shard = header[:2] == SHARD_MAGIC_AND_VERSION
     require(is_shard, f"{path}: no token shard, it begins with {header[:2]}: get the file again")
-    size, num_tokens = os.path.getsize(path), header[2]
+    size = os.path.getsize(path)
+    num_tokens = header[2]
     fits = size == SHARD_HEADER_BYTES + 2 * num_tokens >= SHARD_HEADER_BYTES
     require(fits, f"{path}: {size} bytes are not {num_tokens} tokens: get the file again")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
@@ -759,7 +765,8 @@ def load_tokenizer(hp: Hyperparameters) -> TokenBytes:
         sp = sentencepiece.SentencePieceProcessor(model_file=hp.tokenizer_path)
     except (OSError, RuntimeError) as error:
         raise InputError(f"{knob} must be a SentencePiece .model file: {error}") from None
-    size, space = sp.vocab_size(), "\u2581"  # as SentencePiece writes it
+    size = sp.vocab_size()
+    space = "\u2581"  # as SentencePiece writes it
     same = size == hp.vocab_size
     require(same, f"{knob} has {size} pieces: set VOCAB_SIZE={size}, not {hp.vocab_size}")
     has_space = not sp.IsUnknown(sp.PieceToId(space))
@@ -783,7 +790,8 @@ class Validation:
     @classmethod
     def load(cls, hp: Hyperparameters, token_bytes: TokenBytes) -> "Validation":
         """All validation shards. Raises InputError without a whole sequence, or without text."""
-        T, stream = hp.train_seq_len, TokenStream(hp.files("val"), hp.vocab_size)
+        T = hp.train_seq_len
+        stream = TokenStream(hp.files("val"), hp.vocab_size)
         tokens = stream.take(sum(len(shard) for shard in stream.shards))
         whole = (len(tokens) - 1) // T  # sequences
         source = f"DATA_PATH={hp.data_path!r}: {len(tokens)} validation tokens"
@@ -831,7 +839,8 @@ def evaluate_sliding(
 ) -> float:
     """The same mean, from windows that begin EVAL_STRIDE tokens apart. The first window that holds
     a target scores it, behind at least T - EVAL_STRIDE other tokens."""
-    T, num_targets = hp.train_seq_len, len(tokens) - 1
+    T = hp.train_seq_len
+    num_targets = len(tokens) - 1
     starts = torch.tensor([*range(0, num_targets - T, hp.eval_stride), num_targets - T])
     fresh = starts.diff(prepend=torch.tensor([-T]))  # targets that no window before has
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
@@ -880,7 +889,12 @@ def quantize_state_dict_int8(
     """The object that an artifact holds, and counts of tensors, elements and bytes. Large
     floating-point tensors become int8, small ones fp16, or fp32 if their name holds one of
     keep_patterns. Everything else stays as it is."""
-    quantized, scales, dtypes, passthrough, qmeta, half_dtypes = {}, {}, {}, {}, {}, {}
+    quantized: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
+    dtypes: dict[str, str] = {}
+    passthrough: dict[str, Tensor] = {}
+    qmeta: dict[str, dict] = {}
+    half_dtypes: dict[str, str] = {}
     for name, tensor in state_dict.items():
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -1275,7 +1289,8 @@ class TrainingState:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go back to a snapshot. What has a wrong kind, shape or range raises some exception."""
-        step, held = saved["step"], saved["optimizers"]
+        step = saved["step"]
+        held = saved["optimizers"]
         require(step >= 0 <= saved["train_ms"], "a step or time below 0")
         self.gpt.load_state_dict(saved["model"])
         names = {}
@@ -1348,7 +1363,9 @@ class TrainingState:
 
     def find(self) -> dict[str, Any] | None:
         """The checkpoint that RESUME means, restored. auto goes past those that are damaged."""
-        hp, paths, problems = self.gpt.hp, self.paths(), []
+        hp = self.gpt.hp
+        paths = self.paths()
+        problems = []
         if hp.resume not in ("", "auto"):
             return self.read(Path(hp.resume), f"RESUME={hp.resume!r}")
         free = hp.resume == "auto" or not paths
@@ -1412,7 +1429,8 @@ class Stopwatch:
     def lap(self) -> None:
         """Call after each step. Waits for the one before it: the host stays one step ahead, so that
         its clock follows the device and the device always has work."""
-        previous, self.last_step = self.last_step, self.device.Event()
+        previous = self.last_step
+        self.last_step = self.device.Event()
         self.last_step.record()
         if previous is not None:
             previous.synchronize()
@@ -1435,7 +1453,7 @@ def require_finite(what: str, value: float, step: int) -> None:
 
 def train_step(state: TrainingState) -> Tensor:
     """One optimizer step. Returns the mean loss of this rank's tokens."""
-    hp, runtime, model = state.gpt.hp, state.runtime, state.model
+    hp, runtime = state.gpt.hp, state.runtime
     # A batch has 8 slots (BATCH_SLOTS), so that 1, 2, 4 or 8 ranks take the same optimizer step.
     grad_accum_steps = hp.batch_slots // runtime.world_size
     total_loss = torch.zeros((), device=runtime.device)
@@ -1443,9 +1461,9 @@ def train_step(state: TrainingState) -> Tensor:
         if runtime.distributed:
             # Gradients add up on each rank and are synchronized on the last micro-step only: one
             # exchange instead of many. DDP reads this flag in its forward pass.
-            model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         batch = state.loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, grad_accum_steps)
-        loss = model(*batch) * (1 / grad_accum_steps)
+        loss = state.model(*batch) * (1 / grad_accum_steps)
         # Adds to param.grad. On the last micro-step DDP's hooks also send the gradients, bucket by
         # bucket, to all ranks (all-reduce), and leave the mean over the ranks in param.grad.
         loss.backward()
@@ -1453,7 +1471,7 @@ def train_step(state: TrainingState) -> Tensor:
     for name, param in state.gpt.named_parameters():
         assert param.grad is not None or not param.requires_grad, f"{name} got no gradient"
     if hp.grad_clip_norm > 0:
-        nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip_norm)
+        nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
     for optimizer in state.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -1462,7 +1480,8 @@ def train_step(state: TrainingState) -> Tensor:
 
 def warm_up(state: TrainingState) -> None:
     """Take WARMUP_STEPS steps, which compile every graph and fill every cache, and undo them."""
-    log, wanted = state.runtime.log, state.gpt.hp.warmup_steps
+    log = state.runtime.log
+    wanted = state.gpt.hp.warmup_steps
     start = state.snapshot()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.gpt.hp, 0))
     # At least one with several ranks: DDP regroups its buckets after the first step of a process,
@@ -1490,7 +1509,8 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
     """Take steps until ITERATIONS, the wallclock cap, or a signal. Returns whether it was the cap,
     and the signal or 0."""
     hp, runtime, stopwatch = state.gpt.hp, state.runtime, state.stopwatch
-    cap_ms, begun_at = 1000 * hp.max_wallclock_seconds, state.step
+    cap_ms = 1000 * hp.max_wallclock_seconds
+    begun_at = state.step
     last_loss = ""  # as it was logged
     stopwatch.start()
     while True:
@@ -1587,7 +1607,8 @@ def log_memory_and_speed(state: TrainingState) -> None:
     unit = 1 if sys.platform == "darwin" else 1024
     allocated = reserved = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if state.runtime.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        allocated = torch.cuda.max_memory_allocated()
+        reserved = torch.cuda.max_memory_reserved()
     seconds = max(state.stopwatch.elapsed_ms() / 1000, 1e-9)
     speed = state.step * state.gpt.hp.train_batch_tokens / seconds
     state.runtime.log(
@@ -1599,12 +1620,15 @@ def log_memory_and_speed(state: TrainingState) -> None:
 def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, Any], list[str]]:
     """Write final_model.pt and final_model.int8.ptz. Returns the latter, read back from disk
     (from memory if it could not be written), sizes, and what could not be written."""
-    hp, code_bytes = gpt.hp, os.path.getsize(__file__)
+    hp = gpt.hp
+    code_bytes = os.path.getsize(__file__)
     state_dict = {name: tensor.cpu() for name, tensor in gpt.state_dict().items()}
     patterns = hp.int8_keep_float_fp32_name_patterns
     obj, stats = quantize_state_dict_int8(state_dict, patterns, hp.int8_scale_floor)
-    plain, raw = serialize(state_dict), serialize(obj)
-    artifact, problems = zlib.compress(raw, 9), []
+    plain = serialize(state_dict)
+    raw = serialize(obj)
+    artifact = zlib.compress(raw, 9)
+    problems = []
     for name, data in (("final_model.pt", plain), ("final_model.int8.ptz", artifact)):
         try:
             write_file(Path(hp.output_dir, name), data)
@@ -1612,8 +1636,10 @@ def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, Any], list[str]]:
             problems.append(str(error))
     if not problems:
         artifact = Path(hp.output_dir, "final_model.int8.ptz").read_bytes()
-    payload, total = stats["int8_payload_bytes"], len(artifact) + code_bytes
-    fits, left = total <= SIZE_LIMIT, SIZE_LIMIT - total
+    payload = stats["int8_payload_bytes"]
+    total = len(artifact) + code_bytes
+    left = SIZE_LIMIT - total
+    fits = left >= 0
     log(
         f"Serialized model: {len(plain)} bytes\n"
         f"Code size: {code_bytes} bytes\n"
@@ -1630,7 +1656,9 @@ def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, Any], list[str]]:
 def score(gpt: GPT, model: nn.Module, validation: Validation, runtime: Runtime) -> dict[str, float]:
     """The last lines: the score of the weights that gpt has now, which come from a file. Raises
     InputError after logging them if it is no finite number."""
-    figures, name, end = {}, "final_int8_zlib_roundtrip", validation.partial
+    name = "final_int8_zlib_roundtrip"
+    end = validation.partial
+    figures = {}
     if gpt.hp.eval_stride:
         loss = evaluate_sliding(model, validation.tokens, gpt.hp, runtime)
         bpb = validation.bits_per_byte(loss)
@@ -1649,7 +1677,8 @@ def score(gpt: GPT, model: nn.Module, validation: Validation, runtime: Runtime) 
 
 def write_result(state: TrainingState, figures: Mapping[str, Any]) -> None:
     """OUTPUT_DIR/final_result.json: what was run, where, on which data, and what came of it."""
-    runtime, versions = state.runtime, {"python": platform.python_version()}
+    runtime = state.runtime
+    versions = {"python": platform.python_version()}
     for module in (torch, np, sentencepiece):
         versions[module.__name__] = str(module.__version__)
     gpu = torch.cuda.get_device_name() if runtime.device.type == "cuda" else None

@@ -15,7 +15,7 @@ MAX_LINES = 1800
 MAX_BYTES = 92_000
 MAX_FUNCTION_LINES = 50
 MAX_PARAMETERS = 6
-MAX_TUPLE_ASSIGNMENTS = 35
+MAX_TUPLE_ASSIGNMENTS = 15
 MAX_LAMBDAS = 2
 SECTIONS = [
     "Hyperparameters", "Model", "Optimizers", "Schedules", "Data", "Evaluation", "Export",
