@@ -1000,7 +1000,11 @@ def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
     obj = unpack(data, name, size_limit(gpt))
     try:
         obj = obj["model"] if "checkpoint_format" in obj else obj
-        gpt.load_state_dict(dequantize_state_dict_int8(obj) if "__quant_format__" in obj else obj)
+        if "__quant_format__" in obj:
+            # Refuses shapes that do not fit, before dequantizing makes eight times their bytes.
+            gpt.load_state_dict(obj["quantized"] | obj["passthrough"])
+            obj = dequantize_state_dict_int8(obj)
+        gpt.load_state_dict(obj)
     except Exception as error:  # a foreign file may hold anything
         reason = " ".join(str(error).split()) or repr(error)
         raise InputError(f"{name} does not fit: {reason}: set the model's knobs") from None
