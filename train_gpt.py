@@ -1250,11 +1250,14 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def read_file(path: str | Path, name: str, gpt: GPT) -> bytes:
-    """A file of gpt's. Raises InputError if it is no such file, or too large to be one."""
+    """A file of gpt's. Raises InputError if it cannot be read, or is too large to be one."""
     require_file(path, name)
     small = os.path.getsize(path) <= size_limit(gpt)
     require(small, f"{name} is too large for this model: set the knobs of the model in the file")
-    return Path(path).read_bytes()
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from None
 
 
 @dataclass
