@@ -1598,7 +1598,8 @@ def check_replicas(state: TrainingState) -> None:
     digest = hashlib.sha256()
     for optimizer in state.optimizers:
         for held in optimizer.state.values():
-            digest.update(str(int(held.get("step", 0))).encode())
+            if "step" in held:  # Adam's: of Muon's state ranks may hold unequal shares
+                digest.update(str(int(held["step"])).encode())
     for tensor in state.gpt.state_dict().values():
         digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
     digests = state.runtime.gather(digest.digest())
