@@ -54,22 +54,45 @@ def test_all_optimizer_state_is_gathered_from_the_ranks(four):
     assert saved["optimizers"].keys() == set(names.values())
 
 
-@pytest.mark.parametrize("ranks", [4, 1, 2, 8])
-def test_a_checkpoint_of_four_ranks_goes_on_with(four, tmp_path, ranks):
-    """As many: as if it had never stopped, bit by bit. Fewer or more: to rounding."""
-    environ, folder = four
-    path = folder / "checkpoints" / "test" / "step_00000004.pt"
-    result = run_script(tmp_path, {**environ, "RESUME": str(path)}, ranks=ranks if ranks > 1 else 0)
+def go_on(folder, environ, path, ranks: int) -> list[str]:
+    """Take the steps that are left, on so many ranks (0: without torchrun); the log."""
+    result = run_script(folder, {**environ, "RESUME": str(path)}, ranks=ranks)
     lines = finished(result)
-    assert f"resume:{path} step:4 changed:CHECKPOINT_EVERY:4->0" in lines
-    assert [s[:8] for s in lines if "train_loss" in s] == [f"step:{i}/8" for i in (5, 6, 7, 8)]
-    if ranks == 4:
-        assert same_models(tmp_path, folder)
+    (line,) = [line for line in lines if line.startswith("resume:")]
+    assert line.startswith(f"resume:{path} step:{int(path.stem[5:])} ")
+    first = int(path.stem[5:]) + 1
+    steps = [line[:8] for line in lines if "train_loss" in line]
+    assert steps == [f"step:{i}/8" for i in range(first, 9)]
+    return lines
+
+
+def assert_close(first, second) -> None:
+    """The models of two runs are equal to rounding."""
     found, expected = (
-        torch.load(place / "final_model.pt", weights_only=True) for place in (tmp_path, folder)
+        torch.load(place / "final_model.pt", weights_only=True) for place in (first, second)
     )
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=2e-3, msg=name)
+
+
+def test_as_many_ranks_go_on_as_if_they_had_never_stopped(four, tmp_path):
+    environ, folder = four
+    lines = go_on(tmp_path, environ, folder / "checkpoints" / "test" / "step_00000004.pt", 4)
+    assert same_models(tmp_path, folder)
+    assert "replicas:identical" in lines
+    assert [line for line in lines if line.endswith(" changed:CHECKPOINT_EVERY:4->0")]
+
+
+def test_fewer_ranks_go_on_to_the_same_end_and_so_do_more(four, tmp_path):
+    """From a checkpoint of four ranks one goes on, and from one of its own then two."""
+    environ, folder = four
+    paths = []
+    for name, before, ranks in (("one", folder, 0), ("two", tmp_path / "one", 2)):
+        (tmp_path / name).mkdir()
+        paths = sorted((before / "checkpoints" / "test").iterdir())
+        go_on(tmp_path / name, {**environ, "CHECKPOINT_EVERY": "6"}, paths[0], ranks)
+        assert_close(tmp_path / name, folder)
+    assert paths[0].name == "step_00000006.pt"
 
 
 @pytest.fixture(scope="module")
