@@ -1187,12 +1187,13 @@ class StopRequest:
                 signal.signal(number, self.handle)
 
     def handle(self, signum: int, frame: Any) -> None:
-        """torchrun's copy of a Ctrl-C comes within a second, and is no second signal."""
-        if not self.in_training or (self.signum and time.monotonic() > self.time + 1):
+        """Within a second it is torchrun's copy of a signal to all processes, no second one."""
+        if self.signum and time.monotonic() < self.time + 1:
+            return
+        if self.signum or not self.in_training:
             os._exit(128 + signum)
-        if not self.signum:
-            self.signum = signum
-            self.time = time.monotonic()
+        self.signum = signum
+        self.time = time.monotonic()
 
     def wanted(self) -> int:
         """The signal to obey, or 0."""
