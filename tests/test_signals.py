@@ -145,9 +145,10 @@ os.fsync = fsync"""
     agent = start_script(tmp_path, {**knobs, **ENDLESS}, ranks=2, script=worker)
     read_until(agent, "step:10/")
     ranks = ranks_of(agent)
-    for pid in (*ranks, agent.pid):
+    for pid in ranks:
         os.kill(pid, signal.SIGTERM)
-        time.sleep(0.1)
+    time.sleep(0.2)
+    agent.terminate()
     lines = rest_of(agent, seconds=20).splitlines()
     assert_gone(ranks)
     way_on = "to go on, set RESUME=auto and RUN_ID=test"
