@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -211,10 +212,11 @@ def test_no_code_is_run_from_a_file(tmp_path, quantized_knobs, gpt):
     for data in files.values():
         path.write_bytes(data)
         for load in (lambda: load_weights(gpt, path.read_bytes(), path), state.find):
-            with pytest.raises(InputError, match="hostile.pt'? is no model file") as caught:
+            with pytest.raises(InputError) as caught:
                 load()
+            message = r".*hostile.pt'? is no model file, or is damaged: [\w ]+"
+            assert re.fullmatch(message, str(caught.value))
             assert not marker.exists()
-            assert "weights_only" not in str(caught.value) and len(str(caught.value)) < 300
 
 
 def zip_bomb(size: int, claimed: int) -> bytes:
