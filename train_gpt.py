@@ -945,10 +945,10 @@ def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
     scale with one dimension is one per row. Raises ValueError if it does not fit its tensor."""
     tensors = {name: tensor.clone() for name, tensor in obj["passthrough"].items()}
     for name, values in obj["quantized"].items():
-        scale = obj["scales"][name].float()
+        scale = obj["scales"][name]
         if scale.shape not in ((), values.shape[:1]):
             raise ValueError(f"{name} has {tuple(scale.shape)} scales, not one or one a row")
-        tensors[name] = values.float() * scale.view(-1, *[1] * (values.ndim - 1))
+        tensors[name] = values.float() * scale.float().view(-1, *[1] * (values.ndim - 1))
     for name, dtype in (obj["dtypes"] | obj.get("passthrough_orig_dtypes", {})).items():
         tensors[name] = tensors[name].to(getattr(torch, dtype))
     return tensors
