@@ -1,7 +1,9 @@
 """What the tests share: a small real tokenizer, small real shards, and runs of the script."""
 
+import contextlib
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -144,6 +146,20 @@ def make_state(hp: Hyperparameters, runtime: Runtime = ALONE) -> TrainingState:
     return TrainingState(runtime, gpt, gpt, optimizers, loader, Stopwatch(runtime))
 
 
+@pytest.fixture(scope="session")
+def quantized_knobs(knobs) -> dict[str, str]:
+    """A model whose embedding is large enough to be quantized."""
+    return {**knobs, "MODEL_DIM": "192", "NUM_LAYERS": "2", "VAL_LOSS_EVERY": "0"}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, quantized_knobs) -> tuple[Path, list[str]]:
+    """The folder of a finished run of quantized_knobs with a checkpoint of its last step, its log.
+    Tests only read there."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, finished(run_script(folder, {**quantized_knobs, "CHECKPOINT_EVERY": "6"}))
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -219,3 +235,58 @@ def start_script(
             stderr=errors,
             text=True,
         )
+
+
+def write_worker(folder: Path, change: str) -> Path:
+    """A script that replaces something of train_gpt, as the lines `change` say, and runs it."""
+    head = f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
+    path = folder / "worker.py"
+    path.write_text(f"{head}{change}\ntrain_gpt.main()\n")
+    return path
+
+
+def read_until(process: subprocess.Popen, beginning: str) -> None:
+    """Read the log of a started run up to a line that begins so."""
+    while not (line := process.stdout.readline()).startswith(beginning):
+        assert line, "the run ended by itself"
+
+
+def rest_of(process: subprocess.Popen, seconds: int) -> str:
+    """The rest of a started run's log. It is ended, and the test with it, if that takes longer."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun takes its ranks along
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=35)
+        process.kill()
+        raise
+
+
+def ranks_of(agent: subprocess.Popen) -> list[int]:
+    """The processes that torchrun has at this moment: none while it starts them again."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    return [int(pid) for pid in children.read_text().split()]
+
+
+def finished(result: subprocess.CompletedProcess) -> list[str]:
+    """The log of a run that ended well."""
+    assert result.returncode == 0, (result.stdout, result.stderr)
+    assert result.stdout.splitlines()[-1].startswith("final_int8_zlib_roundtrip_exact ")
+    return result.stdout.splitlines()
+
+
+def saved_in(folder: Path) -> list[str]:
+    """The checkpoints of RUN_ID=test, and whatever else lies there."""
+    return sorted(path.name for path in (folder / "checkpoints" / "test").iterdir())
+
+
+def same_models(first: Path, second: Path) -> bool:
+    """Whether two runs ended with the same bits."""
+    names = ("final_model.pt", "final_model.int8.ptz")
+    return all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
+
+
+def scores(line: str) -> list[float]:
+    """val_loss and val_bpb of a line of the log."""
+    return [float(value) for value in re.findall(r"val_(?:loss|bpb):(\S+)", line)]

@@ -1,4 +1,4 @@
-"""Several nodes, and ranks that end: torchrun as its users start it."""
+"""Several nodes, and errors of one rank or all: torchrun as its users start it."""
 
 import os
 import shutil
@@ -7,7 +7,18 @@ import subprocess
 import sys
 import time
 
-from conftest import SCRIPT, free_port, process_environ, run_script
+import pytest
+from conftest import (
+    SCRIPT,
+    free_port,
+    process_environ,
+    ranks_of,
+    read_until,
+    rest_of,
+    run_script,
+    start_script,
+    write_worker,
+)
 
 
 def test_two_nodes_that_share_no_files(tmp_path, dataset, tokenizer, knobs):
@@ -53,42 +64,56 @@ def test_two_nodes_that_share_no_files(tmp_path, dataset, tokenizer, knobs):
         assert abs(found - expected) < 2e-3
 
 
+FAULT = """
+def train_step(state, train_step=train_gpt.train_step):
+    assert state.runtime.rank != 2 or state.step < 3, "the fault of rank 2"
+    return train_step(state)
+
+train_gpt.train_step = train_step"""
+
+
 def test_a_rank_that_raises_takes_the_run_down_with_its_own_error_last(tmp_path, knobs):
-    """A copy of the script whose rank 2 breaks in step 4, as one that a reader has edited may."""
-    anchor = "        rank_loss, norm = train_step("
-    source = SCRIPT.read_text()
-    assert source.count(anchor) == 1
-    fault = "        assert runtime.rank != 2 or step < 3, 'the fault of rank 2'\n"
-    (tmp_path / "edited.py").write_text(source.replace(anchor, fault + anchor))
+    """Rank 2 breaks in step 4, as one with an edited script may."""
     started = time.monotonic()
-    result = run_script(tmp_path, knobs, ranks=4, script=tmp_path / "edited.py")
+    result = run_script(tmp_path, knobs, ranks=4, script=write_worker(tmp_path, FAULT))
     assert time.monotonic() - started < 30
     assert result.returncode == 1
     assert "step:3/6 train_loss" in result.stdout and "step:4/6" not in result.stdout
     errors = [s for s in result.stderr.splitlines() if "Error: " in s]
     assert errors[0] == errors[-1].strip() == "AssertionError: the fault of rank 2", errors
+    assert last_words(result) == errors[-1] and "rank      : 2 " in result.stderr
+
+
+def last_words(result: subprocess.CompletedProcess) -> str:
+    """Of torchrun, about the first rank that failed."""
     root = result.stderr.split("Root Cause")[-1].splitlines()
-    assert "AssertionError: the fault of rank 2" in root[-2] and "rank      : 2 " in result.stderr
+    return [line for line in root if line.strip("= ")][-1]
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "problem"),
+    [
+        ("MODEL_DIM", "33", "MODEL_DIM=33 must be an even multiple of 4 heads"),  # all ranks
+        ("RESUME", "no.pt", "RESUME='no.pt' is not a file that can be read: check the path"),
+    ],
+)
+def test_an_error_of_the_users_is_one_message_from_one_rank(tmp_path, knobs, knob, value, problem):
+    """Whether all ranks meet it, or only rank 0. torchrun repeats it as its last words."""
+    result = run_script(tmp_path, {**knobs, knob: value}, ranks=2)
+    assert result.returncode == 1
+    said = [line for line in result.stderr.splitlines() if problem in line]
+    assert said == [f"ValueError: {problem}", last_words(result)], result.stderr
+    assert 'train_gpt.py", line' not in result.stderr and "warmup_step:" not in result.stdout
 
 
 def test_a_killed_rank_ends_the_run(tmp_path, knobs):
     """Nothing is left behind: no process waits for the one that is gone."""
     environ = {**knobs, "ITERATIONS": "1000000", "VAL_LOSS_EVERY": "0"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    agent = subprocess.Popen(
-        [*command, str(SCRIPT)],
-        cwd=tmp_path,
-        env=process_environ(environ, 1),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    while not (line := agent.stdout.readline()).startswith("step:10/"):
-        assert line, "the run ended by itself"
-    children = f"/proc/{agent.pid}/task/{agent.pid}/children"
-    ranks = [int(pid) for pid in open(children).read().split()]
+    agent = start_script(tmp_path, environ, ranks=2)
+    read_until(agent, "step:10/")
+    ranks = ranks_of(agent)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
-    agent.communicate(timeout=30)
+    rest_of(agent, seconds=30)
     assert agent.returncode == 1
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
