@@ -1171,8 +1171,9 @@ class StopRequest:
         """Within a second it is torchrun's copy of a signal to all processes, no second one."""
         if self.signum and time.monotonic() > self.time + 1:
             os._exit(128 + signum)
-        self.signum = signum
-        self.time = time.monotonic()
+        if not self.signum:
+            self.signum = signum
+            self.time = time.monotonic()
 
     def wanted(self) -> int:
         """The signal to obey, or 0."""
