@@ -1190,8 +1190,9 @@ class StopRequest:
         try:
             yield
         finally:
-            for number in heeded:
-                signal.signal(number, signal.SIG_DFL)
+            if not self.signum:  # else torchrun's copy of it may follow
+                for number in heeded:
+                    signal.signal(number, signal.SIG_DFL)
 
 
 def report_error(error: Exception, environ: Mapping[str, str]) -> None:
