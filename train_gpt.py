@@ -1384,6 +1384,7 @@ class TrainingState:
         """Restore a checkpoint. Raises InputError if it is damaged, or of another model or data."""
         saved = unpack(read_file(path, name, self.gpt), name, size_limit(self.gpt))
         try:
+            require(saved["checkpoint_format"] == 1, "another format")
             old, new = saved["knobs"], asdict(self.gpt.hp)
             changed = [key for key in new if old.get(key, new[key]) != new[key] and key != "resume"]
             refused = [key for key in changed if key in MODEL_KNOBS]

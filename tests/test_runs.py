@@ -295,13 +295,13 @@ def test_a_torch_for_cuda_that_sees_no_gpu_says_so_and_takes_the_cpu_uncompiled(
     lines = untrained.splitlines()
     (place,) = [i for i, line in enumerate(lines) if line.startswith("device:cpu")]
     assert " compile:False " in lines[place]
-    expected = "device:this torch is made for CUDA but sees no GPU: does nvidia-smi?"
+    expected = "device:torch is built for CUDA but sees no GPU, so the CPU it is: nvidia-smi?"
     assert lines[place + 1] == expected
 
 
 def test_a_torch_for_the_cpu_misses_no_gpu(single):
     _, output = single
-    assert ("made for CUDA" in output) == (torch.version.cuda is not None)
+    assert ("built for CUDA" in output) == (torch.version.cuda is not None)
 
 
 # ---- the last lines ------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ def test_a_validation_split_of_bos_alone_is_found_before_training(tmp_path, data
 def test_what_cannot_fit_in_memory_is_told_before_it_is_tried(capsys, tmp_path, knobs, change):
     error = error_before_training(capsys, knobs, tmp_path, **change)
     name, value = next(iter(change.items()))
-    assert re.match(rf"{name}={value} takes \d+ GB, and this machine has \d+: choose less", error)
+    assert re.match(rf"{name}={value} needs \d+ GB, and this machine has \d+: choose less", error)
 
 
 def test_a_tokenizer_path_that_is_a_folder(capsys, tmp_path, knobs):

@@ -93,7 +93,7 @@ def last_words(result: subprocess.CompletedProcess) -> str:
 @pytest.mark.parametrize(
     ("knob", "value", "problem"),
     [
-        ("MODEL_DIM", "33", "MODEL_DIM=33 must be an even multiple of 4 heads"),  # all ranks
+        ("MODEL_DIM", "33", "MODEL_DIM=33 must be an even multiple of NUM_HEADS=4"),  # all ranks
         ("RESUME", "no.pt", "RESUME='no.pt' is not a file that can be read: check the path"),
     ],
 )
