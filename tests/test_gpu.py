@@ -148,7 +148,7 @@ def run_on_gpus(folder: Path, knobs: dict[str, str], ranks: int) -> list[float]:
     result = run_script(folder, environ, ranks)
     assert result.returncode == 0, result.stderr
     assert ("replicas:identical" in result.stdout) == (ranks > 0)
-    values = re.findall(r"(?:train|val)_(?:loss|bpb):(\S+)", result.stdout)
+    values = re.findall(r"(?:train|val)_(?:loss|bpb):(\d+\.\d+)", result.stdout)
     assert len(values) == 6 + 2 * 3 + 2 * 2  # steps, validations, the score twice
     return [float(value) for value in values]
 
