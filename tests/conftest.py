@@ -35,8 +35,9 @@ VOCAB_SIZE = 384
 TEXTS = [topics[name] for name in sorted(topics)][:40]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config) -> None:
     """Two files at a time share the cores. (Benchmarks import this file, too, and need all.)"""
+    config.addinivalue_line("markers", "gpu: needs a GPU; skipped without one")
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 
 
