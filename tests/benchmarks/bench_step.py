@@ -7,7 +7,8 @@ Takes the trainer's own knobs from the environment. Both start from the same wei
 same shards of random tokens; they take turns, so that what else the machine does meets both.
 Prints, for each, the median time of a step, tokens per second, the share of the floor (the
 arithmetic of a step at the speed of a large matrix product, measured at the start) and the memory
-that a step takes beyond what is held before it; then the ratio, which is the result; then what
+that a step takes beyond what is held before it; then the ratio, which is the result, and the row for the
+table in README.md; then what
 part of the trainer's step the updates, the exchange of gradients (each timed alone) and the wait
 for data take.
 """
@@ -17,6 +18,7 @@ import ctypes
 import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -126,6 +128,25 @@ def parts(state: TrainingState, step_s: float) -> str:
     return f"optimizer:{updates_s / step_s:.3f} gradient_exchange:{exchange_s / step_s:.3f}"
 
 
+def machine_name(runtime: Runtime) -> str:
+    """The GPU, or the CPU, and the version of torch: the first cell of the README's table."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    on_gpu = runtime.device.type == "cuda"
+    name = torch.cuda.get_device_name() if on_gpu else f"{cpu[1] if cpu else 'a CPU'}"
+    return f"{runtime.world_size}x {name}, torch {torch.__version__}"
+
+
+def chosen_knobs() -> str:
+    """The knobs that the environment sets."""
+    fields = {name.upper() for name in Hyperparameters.__dataclass_fields__}
+    return " ".join(f"{k}={v}" for k, v in os.environ.items() if k in fields) or "the default model"
+
+
+def commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="steps of each that are timed")
@@ -158,7 +179,12 @@ def main() -> None:
                 f"{name:8} {ms:9.1f} ms/step {1000 * hp.train_batch_tokens / ms:9.0f} tokens/s "
                 f"{1000 * floor / ms:6.1%} of the floor {memory / 2**20:7.0f} MiB for a step"
             )
-        runtime.log(f"ratio    {results['plain'][0] / results['trainer'][0]:9.2f}x")
+        trainer_ms, plain_ms = results["trainer"][0], results["plain"][0]
+        runtime.log(f"ratio    {plain_ms / trainer_ms:9.2f}x")
+        runtime.log(
+            f"| {machine_name(runtime)} | {chosen_knobs()} | {commit()} | {trainer_ms:.1f} ms | "
+            f"{plain_ms:.1f} ms | {plain_ms / trainer_ms:.2f}x | {1000 * floor / trainer_ms:.1%} |"
+        )
         step_s = results["trainer"][0] / 1000
         data_wait = state.loader.waited / (rounds + 2) / step_s
         runtime.log(f"parts    {parts(state, step_s)} data_wait:{data_wait:.3f}")
