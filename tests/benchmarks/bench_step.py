@@ -7,10 +7,9 @@ Takes the trainer's own knobs from the environment. Both start from the same wei
 same shards of random tokens; they take turns, so that what else the machine does meets both.
 Prints, for each, the median time of a step, tokens per second, the share of the floor (the
 arithmetic of a step at the speed of a large matrix product, measured at the start) and the memory
-that a step takes beyond what is held before it; then the ratio, which is the result, and the row for the
-table in README.md; then what
-part of the trainer's step the updates, the exchange of gradients (each timed alone) and the wait
-for data take.
+that a step takes beyond what is held before it; then the ratio, which is the result, and the row
+for the table in README.md; then what part of the trainer's step the updates, the exchange of
+gradients (each timed alone) and the wait for data take.
 """
 
 import argparse
