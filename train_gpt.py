@@ -1272,7 +1272,9 @@ class TrainingState:
         held = {}
         for optimizer in self.optimizers:
             for param, state in optimizer.state.items():
-                held[names[param]] = {key: value.cpu().clone() for key, value in state.items()}
+                copies = {key: value.to("cpu", copy=True) for key, value in state.items()}
+                held[names[param]] = copies
+        model = {name: value.to("cpu", copy=True) for name, value in self.gpt.state_dict().items()}
         kind, keys, *rest = np.random.get_state()
         rng = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
         rng["torch"] = torch.get_rng_state()
@@ -1284,7 +1286,7 @@ class TrainingState:
             "train_ms": self.stopwatch.elapsed_ms(),
             "stream": self.loader.position,
             "random": rng,
-            "model": {name: value.cpu().clone() for name, value in self.gpt.state_dict().items()},
+            "model": model,
             "optimizers": dict(collections.ChainMap(*self.runtime.gather(held))),
         }
 
@@ -1292,7 +1294,7 @@ class TrainingState:
         """Go back to a snapshot. What has a wrong kind, shape or range raises some exception."""
         step = saved["step"]
         held = saved["optimizers"]
-        require(step >= 0 <= saved["train_ms"], "a step or time below 0")
+        require(min(step, saved["train_ms"]) >= 0, "a step or time below 0")
         self.gpt.load_state_dict(saved["model"])
         names = {}
         for name, param in self.gpt.named_parameters():
