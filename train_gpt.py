@@ -863,7 +863,7 @@ INT8_CLIP_QUANTILE = 0.9999984
 
 def abs_quantile(rows: Tensor, q: float) -> Tensor:
     """The q quantile of |row|, linearly interpolated, of each row of rows (n, m): fp32 (n,). Equals
-    torch.quantile, but selects the few largest values instead of sorting all of them."""
+    torch.quantile up to 2.14, but selects the few largest values instead of sorting all of them."""
     m = rows.size(1)
     weight, below = math.modf(np.float32(q) * np.float32(m - 1))  # in fp32, as in torch.quantile
     largest = rows.abs().topk(m - int(below), dim=1).values
