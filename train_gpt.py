@@ -1518,8 +1518,7 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
     last_loss = ""  # as it was logged
     stopwatch.start()
     while True:
-        clock = runtime.sync_clock_and_signal(stopwatch.elapsed_ms(), stop.wanted())
-        elapsed_ms, signum = clock
+        elapsed_ms, signum = runtime.sync_clock_and_signal(stopwatch.elapsed_ms(), stop.wanted())
         capped = 0 < cap_ms <= elapsed_ms and state.step < hp.iterations
         finished = capped or state.step >= hp.iterations
         due = hp.checkpoint_every > 0 and (finished or state.step % hp.checkpoint_every == 0)
