@@ -14,7 +14,6 @@ Letters in shapes: B sequences in a micro-batch, T sequence length, D model widt
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
-import collections
 import contextlib
 import difflib
 import fcntl
@@ -38,7 +37,7 @@ import uuid
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -57,7 +56,6 @@ class InputError(ValueError):
 
 
 def require(condition: bool, problem: str) -> None:
-    """Raise InputError(problem) unless the condition holds."""
     if not condition:
         raise InputError(problem)
 
@@ -74,19 +72,15 @@ DEMO = (
     "TRAIN_LOG_EVERY=20 NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=2 NUM_KV_HEADS=1"
 )
 PRESETS = {"": {}, "demo": dict(knob.split("=") for knob in DEMO.split())}
-# The ranges of the numbers; those in no list may have any value.
+# No number but these may be below 0 ...
+FREE = ("qk_gain_init", "warmdown_iters")
+# ... and none of these may be 0.
 ABOVE_0 = (
     "keep_checkpoints val_batch_size train_batch_tokens batch_slots train_seq_len vocab_size "
     "num_layers model_dim num_heads num_kv_heads mlp_mult rope_base logit_softcap "
     "muon_backend_steps adam_eps".split()
 )
-AT_LEAST_0 = (
-    "seed checkpoint_every val_loss_every max_val_tokens eval_stride train_log_every iterations "
-    "warmdown_frac warmup_steps max_wallclock_seconds embed_lr head_lr tied_embed_lr "
-    "tied_embed_init_std matrix_lr scalar_lr muon_momentum muon_momentum_warmup_start "
-    "muon_momentum_warmup_steps beta1 beta2 grad_clip_norm int8_scale_floor".split()
-)
-BELOW_1 = "muon_momentum muon_momentum_warmup_start beta1 beta2".split()
+BELOW_1 = ("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2")
 MINUS_1_IS_0 = (  # many write -1 to switch these off
     "max_wallclock_seconds val_loss_every train_log_every grad_clip_norm warmup_steps".split()
 )
@@ -94,13 +88,13 @@ MINUS_1_IS_0 = (  # many write -1 to switch these off
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs. The environment variable of num_layers is NUM_LAYERS, and so on."""
+    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on."""
 
     # run
     preset: str = ""  # "" or "demo": other defaults
     run_id: str = field(default_factory=lambda: str(uuid.uuid4()))  # names log and checkpoints
-    seed: int = 1337  # of Python, NumPy and torch, on every rank
-    output_dir: str = "."  # everything that a run writes goes under it
+    seed: int = 1337  # of Python, NumPy and torch
+    output_dir: str = "."  # of everything that a run writes
     checkpoint_every: int = 0  # steps; 0: only when a signal stops the run
     keep_checkpoints: int = 2  # the newest ones of this RUN_ID
     resume: str = ""  # checkpoint to go on from; auto: the newest good one of this RUN_ID, if any
@@ -121,12 +115,12 @@ class Hyperparameters:
     train_log_every: int = 200  # steps, after the first ten; 0: none
     # length of the run
     iterations: int = 20_000  # optimizer steps at most
-    warmdown_iters: int = 1200  # steps in which the learning rate falls to zero; 0: it never falls
+    warmdown_iters: int = 1200  # steps in which the learning rate falls to 0; 0: it never falls
     warmdown_frac: float = 0.0  # instead: the last fraction of the run, in steps or in time
     warmup_steps: int = 20  # steps that prime compilation and are undone
     train_batch_tokens: int = 524_288  # tokens in an optimizer step
     batch_slots: int = 8  # equal parts of a batch, so that 1, 2, 4, 8 processes take the same step
-    train_seq_len: int = 1024  # T, tokens
+    train_seq_len: int = 1024  # T
     max_wallclock_seconds: float = 600.0  # of training time; 0: no cap
     # model
     vocab_size: int = 1024  # V, the size of the tokenizer
@@ -143,7 +137,7 @@ class Hyperparameters:
     embed_lr: float = 0.6  # Adam, untied embedding
     head_lr: float = 0.008  # Adam, untied lm_head
     tied_embed_lr: float = 0.05  # Adam, tied embedding
-    tied_embed_init_std: float = 0.005  # standard deviation of a tied embedding at the start
+    tied_embed_init_std: float = 0.005  # of a tied embedding at the start
     matrix_lr: float = 0.04  # Muon, matrices of the blocks
     scalar_lr: float = 0.04  # Adam, vectors and control tensors
     muon_momentum: float = 0.95  # after its warm-up
@@ -167,8 +161,8 @@ class Hyperparameters:
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
         """Defaults, then the preset, then the environment. Raises InputError: a line a problem."""
         texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
-        patterns = texts.get("CONTROL_TENSOR_NAME_PATTERNS")
-        if patterns is not None:
+        if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
+            patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
             texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
         values = {}
         problems = []
@@ -180,9 +174,9 @@ class Hyperparameters:
             except InputError as error:
                 problems.append(str(error))
         hp = cls(**values)
+        problems += hp.problems()
         if hp.resume == "auto" and "RUN_ID" not in environ:
             problems.append("RESUME='auto' needs the RUN_ID of the run to go on with: set it")
-        problems += hp.problems()
         require(not problems, "\n".join(problems))
         return hp
 
@@ -190,37 +184,41 @@ class Hyperparameters:
         """A line for each knob that is wrong."""
         H, K, T = max(self.num_heads, 1), max(self.num_kv_heads, 1), max(self.train_seq_len, 1)
         slots = max(self.batch_slots, 1)
-        batch = self.train_batch_tokens
-        units = f"{slots * T}: BATCH_SLOTS={slots} times TRAIN_SEQ_LEN={T}"
+        unit = slots * T
+        units = f"{unit}: BATCH_SLOTS={slots} times TRAIN_SEQ_LEN={T}"
         is_name = self.run_id == Path(self.run_id).name != ".." and self.run_id.isprintable()
-        checks = [(name, getattr(self, name) > 0, "above 0") for name in ABOVE_0]
-        checks += [(name, getattr(self, name) >= 0, "0 or more") for name in AT_LEAST_0]
-        checks += [(name, getattr(self, name) < 1, "below 1") for name in BELOW_1]
-        checks += [
+        has_length = 0 < len(os.fsencode(self.run_id)) <= 200
+        checks = [
             ("preset", self.preset in PRESETS, f"one of {list(PRESETS)}"),
             ("device", self.device in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
             ("dtype", self.dtype in ("auto", "bf16", "fp32"), "auto, bf16 or fp32"),
             ("compile", self.compile in ("auto", "1", "0"), "auto, 1 or 0"),
-            ("run_id", is_name, "a plain file name in printable characters"),
-            ("run_id", 0 < len(os.fsencode(self.run_id)) <= 200, "1 to 200 bytes long"),
+            ("run_id", is_name and has_length, "a printable file name of 1 to 200 bytes"),
             ("resume", not (self.resume and self.eval_only), "unset, or EVAL_ONLY unset"),
             ("seed", self.seed < 2**32, "below 2**32"),
             ("vocab_size", self.vocab_size <= 2**16, "at most 65536: tokens are uint16"),
             ("warmdown_frac", self.warmdown_frac <= 1, "at most 1"),
             ("model_dim", self.model_dim % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
             ("num_heads", H % K == 0, f"a multiple of NUM_KV_HEADS={K}"),
-            ("train_batch_tokens", batch % (slots * T) == 0, f"a multiple of {units}"),
-            ("train_batch_tokens", batch < 2**32, "below 2**32"),
-            ("val_batch_size", self.val_batch_size >= slots * T, f"at least {units}"),
+            ("train_batch_tokens", self.train_batch_tokens % unit == 0, f"a multiple of {units}"),
+            ("train_batch_tokens", self.train_batch_tokens < 2**32, "below 2**32"),
+            ("val_batch_size", self.val_batch_size >= unit, f"at least {units}"),
             ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
             ("max_val_tokens", not 0 < self.max_val_tokens < T, f"0 or at least TRAIN_SEQ_LEN={T}"),
         ]
-        knobs = {name: f"{name.upper()}={getattr(self, name)!r}" for name, _, _ in checks}
-        return [f"{knobs[name]} must be {rule}" for name, is_right, rule in checks if not is_right]
+        for name, value in asdict(self).items():
+            if name in ABOVE_0:
+                checks.append((name, value > 0, "above 0"))
+            elif type(value) in (int, float) and name not in FREE:
+                checks.append((name, value >= 0, "0 or more"))
+            if name in BELOW_1:
+                checks.append((name, value < 1, "below 1"))
+        wrong = [(name, rule) for name, is_right, rule in checks if not is_right]
+        return [f"{name.upper()}={getattr(self, name)!r} must be {rule}" for name, rule in wrong]
 
 
 def parse_knob(name: str, text: str, kind: Any) -> Any:
-    """The text of variable `name` as a value of type `kind`. Raises InputError if it is none."""
+    """Raises InputError if the text of variable `name` is no value of type `kind`."""
     if kind == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     with contextlib.suppress(KeyError, ValueError, OverflowError):
@@ -232,10 +230,10 @@ def parse_knob(name: str, text: str, kind: Any) -> Any:
 
 
 def near_knobs(environ: Mapping[str, str]) -> list[str]:
-    """A line for each variable that is no knob but looks like one: most likely a slip."""
+    """A line for each variable that is no knob but looks like one."""
     knobs = [name.upper() for name in get_type_hints(Hyperparameters)]
     lines = []
-    for name in sorted(set(environ) - set(knobs)):
+    for name in sorted(environ.keys() - knobs):
         guess = name.upper().replace("LEARNING_RATE", "LR")
         for knob in difflib.get_close_matches(guess, knobs, n=1, cutoff=0.85):
             lines.append(f"unknown_knob:{name!r} is ignored: did you mean {knob}?")
@@ -252,7 +250,7 @@ ATTENTION_BACKENDS = ("cudnn", "flash", "mem_efficient", "math")  # in the order
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last dimension, without a weight, in x's dtype."""
+    """RMSNorm over the last dimension, without a weight."""
     return F.rms_norm(x, (x.size(-1),))
 
 
@@ -260,8 +258,8 @@ class CastedLinear(nn.Linear):
     """A linear layer that keeps its weight in fp32 and casts it to the dtype of its input."""
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """(..., in) -> (..., out), times scale (out,). Scaling the weight, which is much smaller
-        than the output, saves 2 % of a GPU step (counted)."""
+        """(..., in) -> (..., out), times scale (out,)."""
+        # Scaling the weight, not the larger output, saves 2 % of a GPU step (counted).
         weight, bias = self.weight, self.bias
         if scale is not None:
             weight = scale[:, None] * weight
@@ -283,45 +281,41 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, takes_groups: bool) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     group = q.size(2) // k.size(2)
-    if not takes_groups:
+    if q.is_cuda and q.dtype == torch.float32:
+        # Only mem_efficient is fast in fp32 on a GPU, and it takes no grouped queries.
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+        group = 1
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
-    grouped = takes_groups and group > 1
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
     return y.transpose(1, 2)
 
 
-def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> bool:
-    """Leave one attention backend enabled, the fastest that runs this model's attention here.
-    Returns whether it takes grouped queries."""
+def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> None:
+    """Leave one attention backend enabled, the fastest that runs this model's attention here."""
     H, K = hp.num_heads, hp.num_kv_heads
     # cuDNN leads on Hopper (sm_90); on Blackwell it has returned wrong numbers without an error.
     hopper = device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
     for chosen in ATTENTION_BACKENDS if hopper else ATTENTION_BACKENDS[1:]:
         for name in ATTENTION_BACKENDS:
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == chosen)
-        takes_groups = chosen != "mem_efficient"
         shape = (1, hp.train_seq_len, H + 2 * K, hp.model_dim // H)
         qkv = torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
-        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch tells why a backend cannot
-            attend(*qkv.split((H, K, K), dim=2), takes_groups).sum().backward()
-            break
-    return takes_groups
+        with contextlib.suppress(RuntimeError):  # torch warns why a backend cannot
+            attend(*qkv.split((H, K, K), dim=2)).sum().backward()
+            return
 
 
 class CausalSelfAttention(nn.Module):
-    """Grouped-query attention; queries and keys are normed and rotated, queries scaled per head."""
+    """Grouped-query attention of normed and rotated queries and keys."""
 
-    def __init__(self, hp: Hyperparameters, takes_groups: bool = True) -> None:
+    def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
         D, H, K = hp.model_dim, hp.num_heads, hp.num_kv_heads
         self.num_heads = H
         self.num_kv_heads = K
-        self.takes_groups = takes_groups  # see choose_attention
         self.c_q = CastedLinear(D, D, bias=False)
         self.c_k = CastedLinear(D, D // H * K, bias=False)
         self.c_v = CastedLinear(D, D // H * K, bias=False)
@@ -332,15 +326,14 @@ class CausalSelfAttention(nn.Module):
         """(B, T, D) -> (B, T, D), times scale (D,)."""
         B, T, D = x.shape
         H, K = self.num_heads, self.num_kv_heads
-        # The one place where layers are not called: one product with the weights of c_q, c_k, c_v
-        # saves 3 % of a GPU step (counted). To give one a bias, a hook or LoRA, call all three.
+        # The one place where layers are not called: one product instead of three saves 3 % of a GPU
+        # step (counted). To give c_q, c_k or c_v a bias, a hook or LoRA, call all three.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
         qkv = F.linear(x, weight.to(x.dtype)).view(B, T, H + 2 * K, D // H)
         qk, v = qkv.split((H + K, K), dim=2)
         q, k = apply_rotary(rms_norm(qk), cos, sin).split((H, K), dim=2)
         q = q * self.q_gain.to(x.dtype)[:, None]
-        y = attend(q, k, v, self.takes_groups)
-        return self.proj(y.reshape(B, T, D), scale)
+        return self.proj(attend(q, k, v).reshape(B, T, D), scale)
 
 
 class MLP(nn.Module):
@@ -352,24 +345,23 @@ class MLP(nn.Module):
         self.proj = CastedLinear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D), times scale (D,)."""
         hidden = F.relu(self.fc(x)).square()
         return self.proj(hidden, scale)
 
 
 class Block(nn.Module):
-    """One layer: mixes the embedding back in, then adds attention, then the MLP."""
+    """Mixes the embedding back in, then adds attention, then the MLP."""
 
-    def __init__(self, hp: Hyperparameters, takes_groups: bool = True) -> None:
+    def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
-        self.attn = CausalSelfAttention(hp, takes_groups)
+        self.attn = CausalSelfAttention(hp)
         self.mlp = MLP(hp)
         self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x, and x0, the normed embedding: (B, T, D) -> (B, T, D)."""
+        """x, and x0, the normed embedding: (B, T, D)."""
         keep, renew = self.resid_mix.to(x.dtype)
         x = keep * x + renew * x0
         x = x + self.attn(rms_norm(x), self.attn_scale, cos, sin)
@@ -379,22 +371,17 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """A decoder whose later layers add what the earlier ones left on a stack (as in a U-Net).
-
-    Construct it on the CPU: the weights then follow from torch's seed alone, because layers are
-    constructed in the order of their random draws.
+    dtype is that of the activations and of the embedding. Built on the CPU, its weights follow from
+    torch's seed alone:
 
         tok_emb                                 N(0, TIED_EMBED_INIT_STD); untied: N(0, 1)
         c_q, c_k, c_v, mlp.fc                   uniform, as torch has it for nn.Linear
         attn.proj, mlp.proj, lm_head            zero
         attn_scale, mlp_scale, skip_weights     one
         resid_mix, q_gain                       (one, zero), QK_GAIN_INIT
-
-    dtype: of the activations and of the embedding. takes_groups: see choose_attention.
     """
 
-    def __init__(
-        self, hp: Hyperparameters, dtype: torch.dtype = torch.bfloat16, takes_groups: bool = True
-    ) -> None:
+    def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         D, V = hp.model_dim, hp.vocab_size
         self.hp = hp
@@ -404,7 +391,7 @@ class GPT(nn.Module):
         # Empty, and without a gradient for DDP to wait for, if there are no early layers.
         skip_weights = torch.ones(self.num_early, D)
         self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_early > 0)
-        self.blocks = nn.ModuleList(Block(hp, takes_groups) for _ in range(hp.num_layers))
+        self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
         self.lm_head = None if hp.tie_embeddings else CastedLinear(D, V, bias=False)
         tables = rotary_tables(hp.train_seq_len, D // hp.num_heads, hp.rope_base)
         self.register_buffer("rotary", tables, persistent=False)
@@ -412,7 +399,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """What follows torch's own initialization. Matrices are rounded to bf16 now, not later."""
+        """After torch's own initialization. Matrices are rounded to bf16 now, not later."""
         if self.lm_head is None:
             self.tok_emb.weight.normal_(std=self.hp.tied_embed_init_std)
         patterns = self.hp.control_tensor_name_patterns
@@ -432,8 +419,7 @@ class GPT(nn.Module):
         return losses.view_as(target_ids) if reduction == "none" else losses
 
     def logits(self, input_ids: Tensor) -> Tensor:
-        """What comes after each of input_ids (B, T): fp32 (B*T, V). Raises InputError if T is above
-        TRAIN_SEQ_LEN, where the rotary tables end."""
+        """What comes after each of input_ids (B, T): fp32 (B*T, V)."""
         T = input_ids.size(1)
         longest = self.rotary.size(1)
         require(T <= longest, f"{T} tokens in a sequence, but TRAIN_SEQ_LEN={longest}")
@@ -458,8 +444,8 @@ class GPT(nn.Module):
 
 # ---- Optimizers ----------------------------------------------------------------------------------
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
-    """Bring all singular values of each wide matrix in stack (n, rows, columns) near 1, by the
-    quintic iteration of Muon (Keller Jordan, 2024), in stack's dtype."""
+    """Bring the singular values of each wide matrix in stack (n, rows, columns) near 1, in its
+    dtype, by the quintic iteration of Muon (Keller Jordan, 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
@@ -484,8 +470,8 @@ def orthogonalize(
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalized (Keller Jordan, 2024), for matrices. Each rank holds the
-    momentum of its share of them; one collective exchanges all updates, in `dtype`."""
+    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Each rank holds the
+    momentum of its share of them; one collective exchanges the updates, in `dtype`."""
 
     def __init__(
         self,
@@ -505,7 +491,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every parameter from its gradient."""
         for group in self.param_groups:
             shares = self.shares(group["params"])
             sizes = [sum(p.numel() for p in share) for share in shares]
@@ -513,15 +498,15 @@ class Muon(torch.optim.Optimizer):
             if self.world_size > 1:  # the parts of all ranks, padded to one length
                 parts = flat.new_empty(self.world_size * max(sizes))
                 dist.all_gather_into_tensor(parts, F.pad(flat, (0, max(sizes) - len(flat))))
-                rows = parts.view(self.world_size, -1)
+                rows = parts.split(max(sizes))
                 flat = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
             params = [p for share in shares for p in share]
-            parts = flat.float().split([p.numel() for p in params])
-            updates = [part.view_as(p) for part, p in zip(parts, params, strict=True)]
+            pieces = flat.float().split([p.numel() for p in params])
+            updates = [piece.view_as(p) for piece, p in zip(pieces, params, strict=True)]
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
     def shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """The parameters that each rank orthogonalizes: number i is for rank i mod W."""
+        """What each rank orthogonalizes: number i is for rank i mod W."""
         return [params[rank :: self.world_size] for rank in range(self.world_size)]
 
     def updates(self, params: list[nn.Parameter], group: dict[str, Any]) -> Tensor:
@@ -542,7 +527,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
-    """The table that sends each parameter of a GPT to exactly one group of one optimizer."""
+    """Sends each parameter of a GPT to exactly one group of one optimizer."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
     outside = {"tok_emb.weight": "embed", "lm_head.weight": "head", "skip_weights": "scalar"}
     for name, param in model.named_parameters():
@@ -559,7 +544,7 @@ def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn
 def build_optimizers(
     gpt: GPT, dtype: torch.dtype, newton_schulz_fn: Callable = newton_schulz
 ) -> list[torch.optim.Optimizer]:
-    """Adam and Muon for all parameters of a GPT. Each group remembers its full rate, "base_lr"."""
+    """Adam and Muon. Each group knows its full learning rate, "base_lr"."""
     hp = gpt.hp
     groups = parameter_groups(gpt, hp)
     embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
@@ -578,8 +563,8 @@ def build_optimizers(
 # ---- Schedules -----------------------------------------------------------------------------------
 def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
     """What scales all learning rates at step (from 0), elapsed_ms into the training time: 1, then
-    straight down to 0. With WARMDOWN_FRAC over that part of the run, in steps or in time, whatever
-    ends first; else over WARMDOWN_ITERS steps, under a cap over their time at the average speed."""
+    a line down to 0 over WARMDOWN_FRAC of the run, in steps or in time, whichever ends first; else
+    over WARMDOWN_ITERS steps, under a cap over the time they take at the average speed."""
     cap_ms = 1000 * hp.max_wallclock_seconds
     remaining_ms = max(cap_ms - elapsed_ms, 0.0)
     remaining_steps = max(hp.iterations - step, 0)
@@ -594,14 +579,11 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
 
 
 def muon_momentum(hp: Hyperparameters, step: int) -> float:
-    """Muon's momentum at step (from 0): a straight line, then MUON_MOMENTUM."""
-    warmup = hp.muon_momentum_warmup_steps
-    done = min(step, warmup) / warmup if warmup > 0 else 1.0
+    done = min(step / hp.muon_momentum_warmup_steps, 1.0) if hp.muon_momentum_warmup_steps else 1.0
     return (1 - done) * hp.muon_momentum_warmup_start + done * hp.muon_momentum
 
 
 def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentum: float) -> None:
-    """Set every learning rate to `factor` times its full value, and Muon's momentum."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["base_lr"]
@@ -617,13 +599,12 @@ WAYS_TO_DATA = """\
 
 
 def require_file(path: str | Path, name: str) -> None:
-    """Raise InputError unless path is a regular file that can be read: a pipe may never end."""
+    """A pipe may never end."""
     readable = os.path.isfile(path) and os.access(path, os.R_OK)
     require(readable, f"{name} is not a file that can be read: check the path")
 
 
 def find_shards(pattern: str) -> list[Path]:
-    """The files that match a glob pattern, by name. Raises FileNotFoundError if there are none."""
     paths = sorted(glob.glob(pattern))
     if not paths:
         raise FileNotFoundError(f"DATA_PATH has no {pattern}\n{WAYS_TO_DATA}")
@@ -633,20 +614,22 @@ def find_shards(pattern: str) -> list[Path]:
 def load_data_shard(path: str | Path) -> Tensor:
     """The tokens of a shard, uint16 (n,), mapped into memory. Raises InputError naming the file."""
     require_file(path, f"DATA_PATH: {path}")
-    header = [*np.fromfile(path, "<i4", SHARD_HEADER_BYTES // 4).tolist(), 0, 0, 0]
-    is_shard = header[:2] == SHARD_MAGIC_AND_VERSION
-    require(is_shard, f"{path}: no token shard, it begins with {header[:2]}: get the file again")
     size = os.path.getsize(path)
-    num_tokens = header[2]
+    magic, version, num_tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+    kind = [magic, version]
+    again = "get the file again"
+    require(
+        kind == SHARD_MAGIC_AND_VERSION, f"{path}: no token shard, it begins with {kind}: {again}"
+    )
     fits = size == SHARD_HEADER_BYTES + 2 * num_tokens >= SHARD_HEADER_BYTES
-    require(fits, f"{path}: {size} bytes are not {num_tokens} tokens: get the file again")
+    require(fits, f"{path}: {size} bytes are not {num_tokens} tokens: {again}")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
 
 
 class TokenStream:
     """The tokens of all shards that match a pattern, in the order of their names, for ever. Raises
-    FileNotFoundError without shards, InputError for bad ones and, in take, for bad token ids."""
+    FileNotFoundError without shards, InputError for bad shards and token ids."""
 
     def __init__(self, pattern: str, vocab_size: int = 2**16) -> None:
         self.paths = find_shards(pattern)
@@ -654,18 +637,17 @@ class TokenStream:
         self.shards = [load_data_shard(path) for path in self.paths]
         self.shard = 0  # the next token is number `position` of number `shard`
         self.position = 0
-        require(any(map(len, self.shards)), f"{pattern}: the shards hold no tokens: get them again")
+        require(any(map(len, self.shards)), f"{pattern}: no tokens in any shard: get them again")
 
     def take(self, n: int) -> Tensor:
         """The next n tokens, uint16 (n,)."""
         parts = [torch.empty(0, dtype=torch.uint16)]
         while n > 0:
             part = self.shards[self.shard][self.position : self.position + n]
-            wrong = np.flatnonzero(part.numpy() >= self.vocab_size)
-            if len(wrong):
-                where = f"{self.paths[self.shard]}: token id {part.numpy()[wrong[0]]} at position "
+            for i in np.flatnonzero(part.numpy() >= self.vocab_size):
+                token = f"token id {part.numpy()[i]} at position {self.position + i}"
                 limit = f"is not below VOCAB_SIZE={self.vocab_size}: set that of its tokenizer"
-                raise InputError(f"{where}{self.position + wrong[0]} {limit}")
+                raise InputError(f"{self.paths[self.shard]}: {token} {limit}")
             parts.append(part)
             n -= len(part)
             self.position += len(part)
@@ -676,14 +658,14 @@ class TokenStream:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Start to copy a CPU tensor to the device. From pinned memory the host need not wait."""
+    """Start a copy to the device. From pinned memory the host need not wait for it."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)
 
 
 class DistributedTokenLoader:
-    """Deals one token stream out to the ranks in disjoint spans, the same for every world size.
-    The next batch is already on its way to the device."""
+    """Deals one token stream out to the ranks in disjoint spans, the same for every world size,
+    and reads one batch ahead."""
 
     def __init__(
         self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
@@ -699,25 +681,24 @@ class DistributedTokenLoader:
     def next_batch(
         self, global_tokens: int, seq_len: int, grad_accum_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 (B, T) each, of this rank's next micro-step. global_tokens: of
-        the optimizer step. Raises InputError if a micro-step's share is not whole sequences."""
+        """Inputs and targets, int64 (B, T), of this rank's next micro-step; global_tokens make an
+        optimizer step. Raises InputError if its share is not whole sequences."""
         started = time.perf_counter()
         slots = self.world_size * grad_accum_steps
         local = global_tokens // slots
         problem = f"TRAIN_BATCH_TOKENS={global_tokens} must be a multiple of {slots * seq_len}"
         require(local > 0 and local % seq_len == 0, problem)
-        span = local + 1  # and the last target
-        if self.ahead is None or len(self.ahead) != span:
+        if self.ahead is None or len(self.ahead) != local + 1:  # with the last target
             self.seek(self.position)
-            self.ahead = self.read_ahead(span)
+            self.ahead = self.read_ahead(local + 1)
         tokens = self.ahead.to(torch.int64)
         self.position = (self.stream.shard, self.stream.position)
-        self.ahead = self.read_ahead(span)
+        self.ahead = self.read_ahead(local + 1)
         self.waited += time.perf_counter() - started
         return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
 
     def read_ahead(self, span: int) -> Tensor:
-        """Of the next W spans of the stream, rank r keeps tokens r * span to (r + 1) * span."""
+        """Of the next W spans rank r keeps number r."""
         tokens = self.stream.take(self.world_size * span)
         return upload(tokens.view(-1, span)[self.rank], self.device)
 
@@ -741,23 +722,10 @@ def dataset_fingerprint(hp: Hyperparameters) -> dict[str, Any]:
 
 
 # ---- Evaluation ----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class TokenBytes:
-    """How much text each token stands for, in three arrays (V,)."""
-
-    length: np.ndarray  # bytes, without a leading space
-    leading_space: np.ndarray  # whether the piece begins with a space
-    no_text: np.ndarray  # control, unknown and unused pieces: behind them no space is written
-
-    def count(self, tokens: np.ndarray) -> int:
-        """The UTF-8 bytes of tokens[1:]; a leading space depends on the token before it."""
-        spaces = self.leading_space[tokens[1:]] & ~self.no_text[tokens[:-1]]
-        return int(self.length[tokens[1:]].sum() + spaces.sum())
+SPACE = "\u2581"  # as SentencePiece writes it
 
 
-def load_tokenizer(hp: Hyperparameters) -> TokenBytes:
-    """The byte counts of the SentencePiece model at TOKENIZER_PATH. Raises FileNotFoundError, or
-    InputError if it is no such model, not of VOCAB_SIZE, or miscounts spaces."""
+def load_tokenizer(hp: Hyperparameters) -> sentencepiece.SentencePieceProcessor:
     knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
     if not os.path.isfile(hp.tokenizer_path):
         raise FileNotFoundError(f"{knob} is not a file\n{WAYS_TO_DATA}")
@@ -766,30 +734,31 @@ def load_tokenizer(hp: Hyperparameters) -> TokenBytes:
     except (OSError, RuntimeError) as error:
         raise InputError(f"{knob} must be a SentencePiece .model file: {error}") from None
     size = sp.vocab_size()
-    space = "\u2581"  # as SentencePiece writes it
     same = size == hp.vocab_size
     require(same, f"{knob} has {size} pieces: set VOCAB_SIZE={size}, not {hp.vocab_size}")
-    has_space = not sp.IsUnknown(sp.PieceToId(space))
+    has_space = not sp.IsUnknown(sp.PieceToId(SPACE))
     require(has_space, f"{knob} has no piece for a lone space (U+2581): train it with that piece")
-    no_text = [sp.IsControl(i) or sp.IsUnknown(i) or sp.IsUnused(i) for i in range(size)]
-    pieces = ["" if no_text[i] else sp.IdToPiece(i) for i in range(size)]
-    length = [len(piece.removeprefix(space).encode()) for piece in pieces]
-    length = [1 if sp.IsByte(i) else length[i] for i in range(size)]
-    leading_space = [piece.startswith(space) for piece in pieces]
-    return TokenBytes(np.array(length), np.array(leading_space), np.array(no_text))
+    return sp
 
 
-@dataclass(frozen=True)
+def count_bytes(sp: sentencepiece.SentencePieceProcessor, tokens: np.ndarray) -> int:
+    """The UTF-8 bytes that tokens[1:] stand for. A leading space counts unless the token before it
+    is no text: control, unknown or unused."""
+    ids = range(sp.vocab_size())
+    no_text = np.array([sp.IsControl(i) or sp.IsUnknown(i) or sp.IsUnused(i) for i in ids])
+    pieces = ["" if no_text[i] else sp.IdToPiece(i) for i in ids]
+    leading_space = np.array([piece.startswith(SPACE) for piece in pieces])
+    lengths = [len(piece.removeprefix(SPACE).encode()) for piece in pieces]
+    length = np.array([1 if sp.IsByte(i) else lengths[i] for i in ids])
+    spaces = leading_space[tokens[1:]] & ~no_text[tokens[:-1]]
+    return int(length[tokens[1:]].sum() + spaces.sum())
+
+
 class Validation:
     """The validation split, cut to whole sequences and the last target."""
 
-    tokens: Tensor  # uint16 (n * T + 1,)
-    num_bytes: int  # of text in tokens[1:]
-    partial: str = ""  # behind every figure, if MAX_VAL_TOKENS has cut it further
-
-    @classmethod
-    def load(cls, hp: Hyperparameters, token_bytes: TokenBytes) -> "Validation":
-        """All validation shards. Raises InputError without a whole sequence, or without text."""
+    def __init__(self, hp: Hyperparameters) -> None:
+        sp = load_tokenizer(hp)
         T = hp.train_seq_len
         stream = TokenStream(hp.files("val"), hp.vocab_size)
         tokens = stream.take(sum(len(shard) for shard in stream.shards))
@@ -797,28 +766,31 @@ class Validation:
         source = f"DATA_PATH={hp.data_path!r}: {len(tokens)} validation tokens"
         require(whole > 0, f"{source} make no sequence of TRAIN_SEQ_LEN={T} and its last target")
         kept = min(hp.max_val_tokens // T, whole) if hp.max_val_tokens > 0 else whole
-        tokens = tokens[: kept * T + 1]
-        num_bytes = token_bytes.count(tokens.numpy())
-        require(num_bytes > 0, f"{source} stand for no text: get the files again")
-        return cls(tokens, num_bytes, f" partial:{kept}/{whole}" if kept < whole else "")
+        self.partial = f" partial:{kept}/{whole}" if kept < whole else ""  # behind every figure
+        self.tokens = tokens[: kept * T + 1]  # uint16
+        self.num_bytes = count_bytes(sp, self.tokens.numpy())
+        require(self.num_bytes > 0, f"{source} stand for no text: get the files again")
 
     def bits_per_byte(self, loss: float) -> float:
         """loss: mean nats per target token."""
         return loss / math.log(2) * (len(self.tokens) - 1) / self.num_bytes
 
+    def scores(self, loss: float, digits: int = 4) -> str:
+        return f"val_loss:{loss:.{digits}f} val_bpb:{self.bits_per_byte(loss):.{digits}f}"
 
-def rank_batches(num_windows: int, hp: Hyperparameters, runtime: "Runtime") -> list[range]:
-    """This rank's contiguous part of all windows, VAL_BATCH_SIZE tokens to a batch of all ranks."""
+
+def rank_batches(num_windows: int, hp: Hyperparameters, runtime: "Runtime") -> list[slice]:
+    """This rank's part of all windows, in batches of VAL_BATCH_SIZE tokens over all ranks."""
     first = num_windows * runtime.rank // runtime.world_size
     last = num_windows * (runtime.rank + 1) // runtime.world_size
     size = hp.val_batch_size // hp.batch_slots // hp.train_seq_len
-    return [range(i, min(i + size, last)) for i in range(first, last, size)]
+    return [slice(i, min(i + size, last)) for i in range(first, last, size)]
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: "Runtime") -> float:
-    """The metric: mean cross-entropy in nats of tokens[1:], uint16 (n * T + 1,), on every rank, in
-    n windows of T tokens that stand side by side."""
+    """The metric: mean cross-entropy in nats of tokens[1:], uint16 (n * T + 1,), in n windows of T
+    tokens side by side. The same on every rank."""
     T = hp.train_seq_len
     batches = rank_batches((len(tokens) - 1) // T, hp, runtime)
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
@@ -837,8 +809,8 @@ def evaluate(model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: "Ru
 def evaluate_sliding(
     model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: "Runtime"
 ) -> float:
-    """The same mean, from windows that begin EVAL_STRIDE tokens apart. The first window that holds
-    a target scores it, behind at least T - EVAL_STRIDE other tokens."""
+    """The same mean, from windows that begin EVAL_STRIDE tokens apart: the first window that holds
+    a target scores it."""
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
     starts = torch.tensor([*range(0, num_targets - T, hp.eval_stride), num_targets - T])
@@ -846,10 +818,10 @@ def evaluate_sliding(
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     model.eval()
     for batch in rank_batches(len(starts), hp, runtime):
-        windows = torch.stack([tokens[starts[i] : starts[i] + T + 1] for i in batch])
+        windows = torch.stack([tokens[start : start + T + 1] for start in starts[batch]])
         windows = upload(windows, runtime.device).to(torch.int64)
-        scored = torch.arange(T) >= T - fresh[batch.start : batch.stop, None]
         losses = model(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), "none")
+        scored = torch.arange(T) >= T - fresh[batch, None]
         total += (losses * upload(scored, runtime.device)).sum(dtype=torch.float64)
     model.train()
     return sum(runtime.gather(total.item())) / num_targets
@@ -862,8 +834,8 @@ INT8_CLIP_QUANTILE = 0.9999984
 
 
 def abs_quantile(rows: Tensor, q: float) -> Tensor:
-    """The q quantile of |row|, linearly interpolated, of each row of rows (n, m): fp32 (n,). Equals
-    torch.quantile up to 2.14, but selects the few largest values instead of sorting all of them."""
+    """The q quantile of |row|, linearly interpolated, of each row of rows (n, m): fp32 (n,)."""
+    # torch.quantile would sort every row; this selects the few largest values.
     m = rows.size(1)
     weight, below = math.modf(np.float32(q) * np.float32(m - 1))  # in fp32, as in torch.quantile
     largest = rows.abs().topk(m - int(below), dim=1).values
@@ -886,34 +858,28 @@ def quantize_state_dict_int8(
     keep_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS,
     scale_floor: float = 1 / 127,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """The object that an artifact holds, and counts of tensors, elements and bytes. Large
-    floating-point tensors become int8, small ones fp16, or fp32 if their name holds one of
-    keep_patterns. Everything else stays as it is."""
-    quantized: dict[str, Tensor] = {}
-    scales: dict[str, Tensor] = {}
-    dtypes: dict[str, str] = {}
-    passthrough: dict[str, Tensor] = {}
-    qmeta: dict[str, dict] = {}
-    half_dtypes: dict[str, str] = {}
+    """The object that an artifact holds, and counts of what went in. Large floating-point tensors
+    become int8, small ones fp16, or fp32 if their name holds one of keep_patterns."""
+    parts = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
+    obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
     for name, tensor in state_dict.items():
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            quantized[name], scales[name] = quantize_tensor(tensor, scale_floor)
-            dtypes[name] = dtype
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(tensor, scale_floor)
+            obj["dtypes"][name] = dtype
             if tensor.ndim == 2:
-                qmeta[name] = {"scheme": "per_row", "axis": 0}
+                obj["qmeta"][name] = {"scheme": "per_row", "axis": 0}
         elif tensor.is_floating_point() and is_control_tensor(name, keep_patterns):
-            passthrough[name] = tensor.float()
+            obj["passthrough"][name] = tensor.float()
         elif tensor.dtype in (torch.float32, torch.bfloat16):
-            passthrough[name] = tensor.half()
-            half_dtypes[name] = dtype
+            obj["passthrough"][name] = tensor.half()
+            obj["passthrough_orig_dtypes"][name] = dtype
         else:
-            passthrough[name] = tensor
-    obj = {"__quant_format__": "int8_clean_per_row_v1", "quantized": quantized, "scales": scales}
-    obj |= {"dtypes": dtypes, "passthrough": passthrough}
-    obj |= {"qmeta": qmeta} if qmeta else {}
-    obj |= {"passthrough_orig_dtypes": half_dtypes} if half_dtypes else {}
+            obj["passthrough"][name] = tensor
+    for optional in ("qmeta", "passthrough_orig_dtypes"):
+        if not obj[optional]:
+            del obj[optional]
     num_float = sum(tensor.is_floating_point() for tensor in state_dict.values())
     return obj, {
         "param_count": sum(tensor.numel() for tensor in state_dict.values()),
@@ -926,8 +892,8 @@ def quantize_state_dict_int8(
 
 
 def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state_dict from an object of quantize_state_dict_int8, in the dtypes it remembers. A
-    scale with one dimension is one per row. Raises ValueError if it does not fit its tensor."""
+    """The state_dict that quantize_state_dict_int8 was given, but for rounding. Raises ValueError
+    if a tensor has neither one scale nor one for each row."""
     tensors = {name: tensor.clone() for name, tensor in obj["passthrough"].items()}
     for name, values in obj["quantized"].items():
         scale = obj["scales"][name]
@@ -940,54 +906,51 @@ def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def tensor_bytes(obj: Any) -> int:
-    """The bytes of all tensors in nested dictionaries, if none shares its memory."""
+    """The bytes of all tensors in nested dictionaries."""
     if isinstance(obj, Mapping):
         return sum(tensor_bytes(value) for value in obj.values())
     return obj.numel() * obj.element_size() if isinstance(obj, Tensor) else 0
 
 
 def serialize(obj: Any) -> bytes:
-    """What torch.save writes."""
     buffer = io.BytesIO()
     torch.save(obj, buffer)
     return buffer.getvalue()
 
 
 def size_limit(gpt: nn.Module) -> int:
-    """More bytes than any file of gpt's has, unpacked: at most three fp32 values for a weight."""
+    """More bytes than any file of gpt's has: at most three fp32 values for a weight."""
     return 16 * sum(p.numel() for p in gpt.parameters()) + 2**24
 
 
 def unpack(data: bytes, name: str, limit: int) -> dict[str, Any]:
-    """The dictionary that torch.save wrote, perhaps compressed by zlib, into the file of this name.
-    Nothing in it is run. Raises InputError if it is damaged or unpacks to more than limit bytes."""
+    """What torch.save wrote into the file of this name, perhaps compressed by zlib. No code in it
+    is run. Raises InputError if it is damaged, or unpacks to more than limit bytes."""
     try:
         if not data.startswith(b"PK"):  # as the zip files of torch.save do
             inflate = zlib.decompressobj()
             data = inflate.decompress(data, limit)
-            require(inflate.eof, "it is cut short, or too large when unpacked")
+            assert inflate.eof, "it is cut short, or too large when unpacked"
         archive = zipfile.ZipFile(io.BytesIO(data))
-        unpacked = sum(entry.file_size for entry in archive.infolist())
-        require(unpacked <= limit, f"it is too large when unpacked: {unpacked} bytes")
-        require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
+        size = sum(entry.file_size for entry in archive.infolist())
+        assert size <= limit, f"it is too large when unpacked: {size} bytes"
+        assert archive.testzip() is None, "a checksum is wrong"  # torch does not look at them
         obj = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        require(isinstance(obj, dict), "it holds no dictionary")
-        require(tensor_bytes(obj) <= limit, "its tensors are too large when unpacked")
+        assert isinstance(obj, dict), "it holds no dictionary"
+        assert tensor_bytes(obj) <= limit, "its tensors are too large when unpacked"
         return obj
     except Exception as error:  # zlib, zipfile and torch each have their own
-        reason = str(error) if isinstance(error, InputError) else type(error).__name__
+        reason = error if isinstance(error, AssertionError) else type(error).__name__
         raise InputError(f"{name} is no model file, or is damaged: {reason}") from None
 
 
 def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
-    """Give gpt the weights of an artifact, a checkpoint or a plain state_dict, the bytes of a file
-    of this name. Raises InputError naming the tensors that do not fit."""
+    """Give gpt the weights of an artifact, a checkpoint or a plain state_dict."""
     obj = unpack(data, name, size_limit(gpt))
     try:
         obj = obj["model"] if "checkpoint_format" in obj else obj
         if "__quant_format__" in obj:
-            # Shapes that do not fit are refused before dequantizing makes them eight times larger.
-            gpt.load_state_dict(obj["quantized"] | obj["passthrough"])
+            gpt.load_state_dict(obj["quantized"] | obj["passthrough"])  # shapes, before they grow
             obj = dequantize_state_dict_int8(obj)
         gpt.load_state_dict(obj)
     except Exception as error:  # a foreign file may hold anything
@@ -1017,30 +980,29 @@ class Log:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"RUN_ID={hp.run_id!r} is running already: set another") from None
-        except OSError as error:  # if the file is open, its file system has no locks
-            require(
-                self.file is not None, f"OUTPUT_DIR={hp.output_dir!r} must be writable: {error}"
-            )
-        rule = "=" * 100
+        except OSError as error:  # once it is open, the file lies where there are no locks
+            problem = f"OUTPUT_DIR={hp.output_dir!r} must be writable: {error}"
+            require(self.file is not None, problem)
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        source = Path(__file__).read_text(encoding="utf-8")
         gpus = subprocess.getoutput("nvidia-smi")
+        source = Path(__file__).read_text(encoding="utf-8")
+        rule = "=" * 100
         self.file.write(f"{source}\n{rule}\n{versions}\n{gpus}\n{rule}\n")
         self(str(path))
 
     def __call__(self, line: str) -> None:
-        """Add a line. A lost terminal, pipe or disk costs lines, not the run."""
-        if self.file is not None:
-            try:
-                print(f"{self.clear}{line}\n", end="", flush=True)
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            self.clear = ""
-            with contextlib.suppress(OSError):
-                self.file.write(f"{line}\n")
+        if self.file is None:
+            return
+        try:
+            print(f"{self.clear}{line}\n", end="", flush=True)
+        except OSError:  # a lost terminal or pipe costs lines, not the run
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        self.clear = ""
+        with contextlib.suppress(OSError):
+            self.file.write(f"{line}\n")
 
     def show(self, status: str) -> None:
-        """On a terminal, show a status below the last line, at most four times a second."""
+        """Below the last line of a terminal, at most four times a second."""
         if self.file and os.isatty(1) and time.monotonic() > self.status_time + 0.25:
             self.status_time = time.monotonic()
             self.clear = "\x1b[K"
@@ -1050,7 +1012,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process stands: its place among the others, its device and its precision."""
+    """Where this process stands."""
 
     rank: int
     world_size: int  # W
@@ -1060,22 +1022,22 @@ class Runtime:
     log: Log = Log()
 
     def gather(self, value: Any) -> list[Any]:
-        """The Python values of all ranks, on every rank. Every rank must call it."""
+        """The values of all ranks, on every rank."""
         values = [value] * self.world_size
         if self.distributed:
             dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's Python value, on every rank."""
+        """Rank 0's value, on every rank."""
         box = [value]
         if self.distributed:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def sync_clock_and_signal(self, elapsed_ms: float, signum: int) -> tuple[float, int]:
-        """Rank 0's clock, so that all ranks have the same learning rate, and any rank's signal or
-        0. By way of the CPU: no device is waited for."""
+        """Rank 0's clock, so that all ranks have one learning rate, and any rank's signal or 0. On
+        the CPU: no device is waited for."""
         box = torch.tensor([elapsed_ms if self.rank == 0 else 0, signum], dtype=torch.float64)
         if self.distributed:
             dist.all_reduce(box, dist.ReduceOp.MAX)
@@ -1115,17 +1077,18 @@ def open_device(hp: Hyperparameters, environ: Mapping[str, str], local_rank: int
     return torch.device("cpu")
 
 
-def open_runtime(hp: Hyperparameters, environ: Mapping[str, str]) -> Runtime:
-    """Open the device, the log and, under torchrun, the process group. Raises InputError."""
-    rank, world_size, local_rank, distributed = read_topology(environ, hp.batch_slots)
-    device = open_device(hp, environ, local_rank)
-    # Without hardware for its products, bf16 is slower than fp32.
+def has_fast_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    fast_bf16 = "amx_bf16" in flags or "avx512_bf16" in flags
-    if device.type == "cuda":
-        fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    bf16 = hp.dtype == "bf16" or (hp.dtype == "auto" and fast_bf16)
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def open_runtime(hp: Hyperparameters, environ: Mapping[str, str]) -> Runtime:
+    rank, world_size, local_rank, distributed = read_topology(environ, hp.batch_slots)
+    device = open_device(hp, environ, local_rank)
+    bf16 = hp.dtype == "bf16" or (hp.dtype == "auto" and has_fast_bf16(device))
     warnings.simplefilter("ignore", FutureWarning)  # newer torch deprecates names that 2.9 needs
     if distributed:
         # torchrun may keep its store over restarts: what earlier ranks wrote is not for these.
@@ -1140,10 +1103,12 @@ def open_runtime(hp: Hyperparameters, environ: Mapping[str, str]) -> Runtime:
 
 
 def compile_and_wrap(gpt: GPT, runtime: Runtime) -> tuple[nn.Module, Callable]:
-    """The model to call, compiled if COMPILE says so, wrapped if distributed; and Newton-Schulz."""
+    """The model to call, and Newton-Schulz."""
+    hp = gpt.hp
+    on_gpu = runtime.device.type == "cuda"
     model: nn.Module = gpt
     newton_schulz_fn = newton_schulz
-    compiled = {"1": True, "0": False, "auto": runtime.device.type == "cuda"}[gpt.hp.compile]
+    compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
     if compiled:
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
         newton_schulz_fn = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
@@ -1152,53 +1117,42 @@ def compile_and_wrap(gpt: GPT, runtime: Runtime) -> tuple[nn.Module, Callable]:
         model = nn.parallel.DistributedDataParallel(model, **options)
     machine = f"device:{runtime.device} dtype:{runtime.dtype} compile:{compiled}"
     runtime.log(f"{machine} cpu_threads:{torch.get_num_threads()}")
-    if gpt.hp.device == "auto" and torch.version.cuda and runtime.device.type == "cpu":
+    if hp.device == "auto" and torch.version.cuda and not on_gpu:
         runtime.log("device:torch is built for CUDA but sees no GPU, so the CPU it is: nvidia-smi?")
     return model, newton_schulz_fn
 
 
 class StopRequest:
-    """A wish to end the run after the step in hand: SIGTERM, SIGINT, SIGHUP (unless ignored, as
-    under nohup), or a torchrun that is gone. A second signal, and one outside of training, ends the
-    process at once. The exit code is 128 + signal."""
+    """A wish to end after the step in hand: SIGTERM, SIGINT, SIGHUP (unless ignored, as under
+    nohup), or a torchrun that is gone. A second signal ends the process at once."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.signum = 0
         self.time = 0.0
         self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None
 
+    def set_action(self, action: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, action)
+
     def handle(self, signum: int, frame: Any) -> None:
-        """Within a second it is torchrun's copy of a signal to all processes, no second one."""
-        if self.signum and time.monotonic() > self.time + 1:
-            os._exit(128 + signum)
         if not self.signum:
             self.signum = signum
             self.time = time.monotonic()
+        elif time.monotonic() > self.time + 1:  # before, it is torchrun's copy of the first
+            os._exit(128 + signum)
 
     def wanted(self) -> int:
         """The signal to obey, or 0."""
         orphaned = self.torchrun is not None and os.getppid() != self.torchrun
         return signal.SIGTERM if orphaned else self.signum
 
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Inside, a signal is a wish. Outside it has the system's effect, even while C++ waits."""
-        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-        heeded = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
-        for number in heeded:
-            signal.signal(number, self.handle)
-        try:
-            yield
-        finally:
-            if not self.signum:  # else torchrun's copy of it may follow
-                for number in heeded:
-                    signal.signal(number, signal.SIG_DFL)
-
 
 def report_error(error: Exception, environ: Mapping[str, str]) -> None:
-    """Say why the run fails, also in the file that torchrun repeats as its last words: a message
-    for a user's error, else a traceback. Rank 0 speaks first of what all ranks meet, and who has
-    lost another rank (a RuntimeError) leaves the word to it: torchrun ends those that wait."""
+    """Say why the run fails, also in the file that torchrun repeats as its last words. What all
+    ranks meet rank 0 says; who lost another rank (a RuntimeError) lets it speak: torchrun ends
+    those that wait."""
     is_users = isinstance(error, InputError | OSError)
     if isinstance(error, RuntimeError) or (is_users and environ.get("RANK", "0") != "0"):
         time.sleep(1)
@@ -1287,7 +1241,7 @@ class TrainingState:
             "stream": self.loader.position,
             "random": rng,
             "model": model,
-            "optimizers": dict(collections.ChainMap(*self.runtime.gather(held))),
+            "optimizers": {k: v for part in self.runtime.gather(held) for k, v in part.items()},
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -1407,7 +1361,7 @@ class TrainingState:
 
 # ---- Training ------------------------------------------------------------------------------------
 class Stopwatch:
-    """Training time without pauses. It follows the device, since the host may run a step ahead."""
+    """Training time without pauses."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -1415,13 +1369,12 @@ class Stopwatch:
         self.reset(0.0)
 
     def reset(self, elapsed_ms: float) -> None:
-        """Stand still at elapsed_ms."""
         self.before_ms = elapsed_ms
         self.started: float | None = None  # in seconds; None while it stands still
         self.last_step: Any = None  # the device's event behind its work
 
     def start(self) -> None:
-        """Start, or go on, when the devices of all ranks have nothing left to do."""
+        """When the devices of all ranks have nothing left to do."""
         self.device.synchronize()
         self.runtime.gather(None)
         self.started = time.perf_counter()
@@ -1431,8 +1384,8 @@ class Stopwatch:
         self.reset(self.elapsed_ms())
 
     def lap(self) -> None:
-        """Call after each step. Waits for the one before it: the host stays one step ahead, so that
-        its clock follows the device and the device always has work."""
+        """After each step. The host stays one step ahead, so that its clock follows the device and
+        the device has work."""
         previous = self.last_step
         self.last_step = self.device.Event()
         self.last_step.record()
@@ -1444,14 +1397,12 @@ class Stopwatch:
         return self.before_ms + 1000 * running
 
     def report(self, step: int) -> str:
-        """The end of a log line."""
         elapsed_ms = self.elapsed_ms()
         return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
 
 
 def require_finite(what: str, value: float, step: int) -> None:
-    """Raise InputError unless value, the same on every rank, is a finite number."""
-    advice = "go back to the last checkpoint, with lower learning rates or with GRAD_CLIP_NORM"
+    advice = "go back to the last checkpoint, with lower learning rates or GRAD_CLIP_NORM"
     require(math.isfinite(value), f"step:{step} the {what} is {value}: {advice}")
 
 
@@ -1483,35 +1434,34 @@ def train_step(state: TrainingState) -> Tensor:
 
 
 def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps, which compile every graph and fill every cache, and undo them."""
-    log = state.runtime.log
+    """Take WARMUP_STEPS steps, which compile every graph, and undo them."""
     wanted = state.gpt.hp.warmup_steps
     start = state.snapshot()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.gpt.hp, 0))
-    # At least one with several ranks: DDP regroups its buckets after the first step of a process,
-    # which changes how sums are rounded.
+    # At least one with several ranks: DDP regroups its buckets, and so rounds otherwise, after a
+    # process's first step.
     for step in range(1, max(wanted, int(state.runtime.distributed)) + 1):
-        log.show(f"warmup_step:{step - 1}/{wanted}")
+        state.runtime.log.show(f"warmup_step:{step - 1}/{wanted}")
         train_step(state)
         if step <= wanted <= 20 or step % 10 == 0 or step == wanted:
-            log(f"warmup_step:{step}/{wanted}")
+            state.runtime.log(f"warmup_step:{step}/{wanted}")
     state.restore(start)
     state.loader.waited = 0.0
 
 
 def validate(state: TrainingState, validation: Validation) -> float:
-    """The validation loss, for which the stopwatch stands still, and its log line."""
+    hp, runtime = state.gpt.hp, state.runtime
     state.stopwatch.pause()
-    loss = evaluate(state.model, validation.tokens, state.gpt.hp, state.runtime)
-    scores = f"val_loss:{loss:.4f} val_bpb:{validation.bits_per_byte(loss):.4f}"
+    loss = evaluate(state.model, validation.tokens, hp, runtime)
     times = state.stopwatch.report(state.step) + validation.partial
-    state.runtime.log(f"step:{state.step}/{state.gpt.hp.iterations} {scores} {times}")
+    runtime.log(f"step:{state.step}/{hp.iterations} {validation.scores(loss)} {times}")
+    require_finite("val_loss", loss, state.step)
     return loss
 
 
 def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tuple[bool, int]:
-    """Take steps until ITERATIONS, the wallclock cap, or a signal. Returns whether it was the cap,
-    and the signal or 0."""
+    """Steps until ITERATIONS, the wallclock cap or a signal. Returns whether the cap ended it, and
+    the signal or 0."""
     hp, runtime, stopwatch = state.gpt.hp, state.runtime, state.stopwatch
     cap_ms = 1000 * hp.max_wallclock_seconds
     begun_at = state.step
@@ -1527,7 +1477,7 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
         if signum or finished:
             return capped, signum
         if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
-            require_finite("val_loss", validate(state, validation), state.step)
+            validate(state, validation)
             stopwatch.start()
 
         factor = lr_factor(hp, state.step, elapsed_ms)
@@ -1546,25 +1496,21 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
         if due:
             require_finite("train_loss", loss, state.step)
         if state.step == 10 and factor < 1 and hp.warmdown_frac == 0 < cap_ms:
-            problem = f"warmdown:begun already: WARMDOWN_ITERS={hp.warmdown_iters} such steps take "
-            runtime.log(f"{problem}longer than the run: try WARMDOWN_FRAC=0.2, its last fifth")
+            long = f"WARMDOWN_ITERS={hp.warmdown_iters} such steps are longer than the run"
+            runtime.log(f"warmdown:begun already: {long}: try WARMDOWN_FRAC=0.2, its last fifth")
 
 
 # ---- main ----------------------------------------------------------------------------------------
 def prepare_demo(hp: Hyperparameters, log: Log) -> None:
-    """Build the demo's data, if they are wanted. Each rank calls the builder, which has a lock."""
-    if (hp.preset, hp.data_path) != ("demo", PRESETS["demo"]["DATA_PATH"]):
-        return
+    """Build the demo's data. Each rank calls the builder, which has a lock."""
     script = Path(__file__).with_name("data") / "demo_corpus.py"
     command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, capture_output=True, text=True)
-    reason = (result.stderr.strip() or "no message").splitlines()[-1]
-    require(result.returncode == 0, f"PRESET=demo: {script} failed: {reason}")
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    require(result.returncode == 0, f"PRESET=demo: {script} failed, see above")
     log(result.stdout.rstrip())
 
 
 def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: GPT) -> None:
-    """The lines that describe a run before it starts."""
     backends = []
     for name in ATTENTION_BACKENDS:
         backends.append(f"{name}={getattr(torch.backends.cuda, f'{name}_sdp_enabled')()}")
@@ -1589,16 +1535,12 @@ def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: 
 
 
 def check_replicas(state: TrainingState) -> None:
-    """Raise RuntimeError unless all ranks have the same bits of weights and Adam's step counts."""
-    digest = hashlib.sha256()
-    for optimizer in state.optimizers:
-        for held in optimizer.state.values():
-            if "step" in held:  # Adam's: of Muon's state ranks may hold unequal shares
-                digest.update(str(int(held["step"])).encode())
-    for tensor in state.gpt.state_dict().values():
-        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
-    digests = state.runtime.gather(digest.digest())
-    strays = [rank for rank, value in enumerate(digests) if value != digests[0]]
+    """The weights and Adam's step counts of all ranks must have the same bits."""
+    held = [held for optimizer in state.optimizers for held in optimizer.state.values()]
+    steps = [int(values["step"]) for values in held if "step" in values]
+    weights = {name: tensor.cpu() for name, tensor in state.gpt.state_dict().items()}
+    digests = state.runtime.gather(hashlib.sha256(serialize((steps, weights))).digest())
+    strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if strays:
         raise RuntimeError(f"the weights or step counts of ranks {strays} differ from rank 0's")
     if state.runtime.distributed:
@@ -1606,7 +1548,7 @@ def check_replicas(state: TrainingState) -> None:
 
 
 def log_memory_and_speed(state: TrainingState) -> None:
-    """Peak memory of the GPU, else of the process; speed; the share of the time without data."""
+    """Peak memory of the GPU, else of the process; the share of the time spent without data."""
     unit = 1 if sys.platform == "darwin" else 1024
     allocated = reserved = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if state.runtime.device.type == "cuda":
@@ -1620,11 +1562,9 @@ def log_memory_and_speed(state: TrainingState) -> None:
     )
 
 
-def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, Any], list[str]]:
-    """Write final_model.pt and final_model.int8.ptz. Returns the latter, read back from disk
-    (from memory if it could not be written), sizes, and what could not be written."""
+def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, int], list[str]]:
+    """Write the models. Returns the artifact, from the disk if it is there; sizes; problems."""
     hp = gpt.hp
-    code_bytes = os.path.getsize(__file__)
     state_dict = {name: tensor.cpu() for name, tensor in gpt.state_dict().items()}
     patterns = hp.int8_keep_float_fp32_name_patterns
     obj, stats = quantize_state_dict_int8(state_dict, patterns, hp.int8_scale_floor)
@@ -1639,49 +1579,50 @@ def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, Any], list[str]]:
             problems.append(str(error))
     if not problems:
         artifact = Path(hp.output_dir, "final_model.int8.ptz").read_bytes()
+    code = os.path.getsize(__file__)
     payload = stats["int8_payload_bytes"]
-    total = len(artifact) + code_bytes
+    total = len(artifact) + code
     left = SIZE_LIMIT - total
-    fits = left >= 0
     log(
         f"Serialized model: {len(plain)} bytes\n"
-        f"Code size: {code_bytes} bytes\n"
-        f"Total submission size: {len(plain) + code_bytes} bytes\n"
+        f"Code size: {code} bytes\n"
+        f"Total submission size: {len(plain) + code} bytes\n"
         f"Serialized model int8+zlib: {len(artifact)} bytes (payload:{payload} "
         f"raw_torch:{len(raw)} payload_ratio:{stats['baseline_tensor_bytes'] / payload:.2f}x)\n"
         f"Total submission size int8+zlib: {total} bytes\n"
-        f"size_check:{'fits' if fits else 'too_large'} limit:{SIZE_LIMIT} bytes_left:{left}"
+        f"size_check:{'fits' if left >= 0 else 'too_large'} limit:{SIZE_LIMIT} bytes_left:{left}"
     )
-    sizes = {"bytes_total": total, "bytes_code": code_bytes, "bytes_left": left, "fits": fits}
+    sizes = {"bytes_total": total, "bytes_code": code, "bytes_left": left, "fits": left >= 0}
     return artifact, sizes, problems
 
 
-def score(gpt: GPT, model: nn.Module, validation: Validation, runtime: Runtime) -> dict[str, float]:
-    """The last lines: the score of the weights that gpt has now, which come from a file. Raises
-    InputError after logging them if it is no finite number."""
+def score(
+    model: nn.Module, validation: Validation, hp: Hyperparameters, runtime: Runtime
+) -> dict[str, float]:
+    """The last lines: the score of weights that come from a file."""
     name = "final_int8_zlib_roundtrip"
+    tokens = validation.tokens
     end = validation.partial
     figures = {}
-    if gpt.hp.eval_stride:
-        loss = evaluate_sliding(model, validation.tokens, gpt.hp, runtime)
-        bpb = validation.bits_per_byte(loss)
-        figures = {"sliding_val_loss": loss, "sliding_val_bpb": bpb}
-        stride = f"stride:{gpt.hp.eval_stride}"
-        runtime.log(f"{name}_sliding {stride} val_loss:{loss:.8f} val_bpb:{bpb:.8f}{end}")
+    if hp.eval_stride:
+        loss = evaluate_sliding(model, tokens, hp, runtime)
+        figures["sliding_val_loss"] = loss
+        figures["sliding_val_bpb"] = validation.bits_per_byte(loss)
+        scores = f"stride:{hp.eval_stride} {validation.scores(loss, 8)}"
+        runtime.log(f"{name}_sliding {scores}{end}")
     started = time.perf_counter()
-    loss = evaluate(model, validation.tokens, gpt.hp, runtime)
+    loss = evaluate(model, tokens, hp, runtime)
     ms = 1000 * (time.perf_counter() - started)
-    bpb = validation.bits_per_byte(loss)
-    runtime.log(f"{name} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:{ms:.0f}ms{end}")
-    runtime.log(f"{name}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}{end}")
+    runtime.log(f"{name} {validation.scores(loss)} eval_time:{ms:.0f}ms{end}")
+    runtime.log(f"{name}_exact {validation.scores(loss, 8)}{end}")
     require(math.isfinite(loss), f"the score is {loss}: train at lower learning rates")
-    return {"val_loss": loss, "val_bpb": bpb, "eval_ms": ms, **figures}
+    return {"val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "eval_ms": ms, **figures}
 
 
 def write_result(state: TrainingState, figures: Mapping[str, Any]) -> None:
-    """OUTPUT_DIR/final_result.json: what was run, where, on which data, and what came of it."""
+    """What came of the run, and where, on which data and with which knobs."""
     runtime = state.runtime
-    versions = {"python": platform.python_version()}
+    versions = {"python": sys.version.split()[0]}
     for module in (torch, np, sentencepiece):
         versions[module.__name__] = str(module.__version__)
     gpu = torch.cuda.get_device_name() if runtime.device.type == "cuda" else None
@@ -1695,27 +1636,27 @@ def write_result(state: TrainingState, figures: Mapping[str, Any]) -> None:
 
 
 def train_and_export(state: TrainingState, validation: Validation, stop: StopRequest) -> int:
-    """From the first step, or a checkpoint, to the last line of the log. Returns the exit code."""
-    runtime, gpt = state.runtime, state.gpt
+    runtime, gpt, hp = state.runtime, state.gpt, state.gpt.hp
     state.load()
     warm_up(state)
-    with stop.training():
-        try:
-            capped, signum = train(state, validation, stop)
-        finally:
-            state.wait()
+    stop.set_action(stop.handle)
+    try:
+        capped, signum = train(state, validation, stop)
+    finally:
+        state.wait()
+        if not stop.signum:  # else torchrun's copy of it may follow
+            stop.set_action(signal.SIG_DFL)
     if stop.signum and not signum:  # it came behind the last step
         os._exit(128 + stop.signum)
-    steps = f"step:{state.step}/{gpt.hp.iterations}"
+    steps = f"step:{state.step}/{hp.iterations}"
     if signum:
-        ways = f"to go on, set RESUME=auto and RUN_ID={gpt.hp.run_id}"
+        ways = f"to go on, set RESUME=auto and RUN_ID={hp.run_id}"
         runtime.log(f"stopped: signal:{signum} {steps}: {ways}")
         return 128 + signum
     val_loss = validate(state, validation)
     train_ms = state.stopwatch.elapsed_ms()
     if capped:
         runtime.log(f"stopping_early: wallclock_cap train_time:{train_ms:.0f}ms {steps}")
-    require_finite("val_loss", val_loss, state.step)
     check_replicas(state)
     log_memory_and_speed(state)
 
@@ -1723,12 +1664,12 @@ def train_and_export(state: TrainingState, validation: Validation, stop: StopReq
     exported = export(gpt, runtime.log) if runtime.rank == 0 else None
     artifact, sizes, problems = runtime.broadcast(exported)
     load_weights(gpt, artifact, "final_model.int8.ptz")
-    figures = score(gpt, state.model, validation, runtime) | sizes
-    figures["pre_quant_val_loss"] = val_loss
-    figures["pre_quant_val_bpb"] = validation.bits_per_byte(val_loss)
-    figures |= {"partial": validation.partial, "steps": state.step, "train_ms": train_ms}
+    figures = score(state.model, validation, hp, runtime) | sizes
     require(not problems, "\n".join(problems))
     if runtime.rank == 0:
+        figures["pre_quant_val_loss"] = val_loss
+        figures["pre_quant_val_bpb"] = validation.bits_per_byte(val_loss)
+        figures |= {"partial": validation.partial, "steps": state.step, "train_ms": train_ms}
         write_result(state, figures)
     return 0
 
@@ -1745,10 +1686,11 @@ def run(environ: Mapping[str, str], stop: StopRequest) -> int:
         require(not path.is_dir(), f"{path} cannot be written: a folder is in its place: move it")
 
     # Tokens: all are found and checked before anything is compiled.
-    prepare_demo(hp, runtime.log)
+    if hp.preset == "demo" and hp.data_path == PRESETS["demo"]["DATA_PATH"]:
+        prepare_demo(hp, runtime.log)
     place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
     loader = None if hp.eval_only else DistributedTokenLoader(hp.files("train"), *place)
-    validation = Validation.load(hp, load_tokenizer(hp))
+    validation = Validation(hp)
 
     # The model, if it fits: fp32 weights, gradients and optimizer state; the logits of a slot.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -1760,8 +1702,8 @@ def run(environ: Mapping[str, str], stop: StopRequest) -> int:
         require(needed <= memory, f"{problem}: choose less")
     for seed in (random.seed, np.random.seed, torch.manual_seed):  # the last one: CPU and CUDA
         seed(hp.seed)
-    takes_groups = choose_attention(hp, runtime.device, runtime.dtype)
-    gpt = GPT(hp, runtime.dtype, takes_groups).to(runtime.device)
+    choose_attention(hp, runtime.device, runtime.dtype)
+    gpt = GPT(hp, runtime.dtype).to(runtime.device)
     log_run(hp, runtime, validation, gpt)
     model, newton_schulz_fn = compile_and_wrap(gpt, runtime)
 
@@ -1771,7 +1713,7 @@ def run(environ: Mapping[str, str], stop: StopRequest) -> int:
         name = f"EVAL_ONLY={hp.eval_only!r}"
         data = read_file(hp.eval_only, name, gpt) if runtime.rank == 0 else b""
         load_weights(gpt, runtime.broadcast(data), name)
-        score(gpt, model, validation, runtime)
+        score(model, validation, hp, runtime)
     else:
         optimizers = build_optimizers(gpt, runtime.dtype, newton_schulz_fn)
         state = TrainingState(runtime, gpt, model, optimizers, loader, Stopwatch(runtime))
@@ -1783,7 +1725,6 @@ def run(environ: Mapping[str, str], stop: StopRequest) -> int:
 
 
 def main() -> None:
-    """Run as the environment says, and leave with its exit code: 1 after an error."""
     if sys.stdout:  # None if it was closed
         sys.stdout.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt, which prints a traceback

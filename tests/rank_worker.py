@@ -37,7 +37,7 @@ def counting_hook(counter, bucket):
 
 def validation_losses(model, hp, runtime) -> list[float]:
     """Of two batch sizes and of two splits: with the second most ranks have no sequence."""
-    validation = train_gpt.Validation.load(hp, train_gpt.load_tokenizer(hp))
+    validation = train_gpt.Validation(hp)
     least = dataclasses.replace(hp, val_batch_size=hp.batch_slots * hp.train_seq_len)
     short = validation.tokens[: hp.train_seq_len + 1]
     cases = [(validation.tokens, hp), (validation.tokens, least), (short, hp)]

@@ -13,7 +13,6 @@ from train_gpt import (
     Hyperparameters,
     Validation,
     evaluate,
-    load_tokenizer,
     train_step,
 )
 
@@ -103,7 +102,7 @@ def test_slots_change_memory_not_the_gradient(hp, slots):
 def test_validation_is_the_same_for_every_world_and_batch(ranks, hp):
     torch.manual_seed(hp.seed)
     gpt = GPT(hp, torch.float32)
-    tokens = Validation.load(hp, load_tokenizer(hp)).tokens
+    tokens = Validation(hp).tokens
     whole, short = (evaluate(gpt, part, hp, ALONE) for part in (tokens, tokens[:33]))
     for rank in ranks:
         assert rank["validation"] == pytest.approx([whole, whole, short], abs=1e-6)

@@ -16,6 +16,7 @@ from train_gpt import (
     GPT,
     Hyperparameters,
     Validation,
+    count_bytes,
     evaluate,
     evaluate_sliding,
     load_tokenizer,
@@ -26,38 +27,32 @@ def tokenizer_knobs(path, **knobs) -> Hyperparameters:
     return Hyperparameters(**{"tokenizer_path": str(path), "vocab_size": VOCAB_SIZE, **knobs})
 
 
-@pytest.fixture(scope="module")
-def token_bytes(tokenizer):
-    return load_tokenizer(tokenizer_knobs(tokenizer))
-
-
 @settings(max_examples=200, deadline=None)
 @given(text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=60)))
-def test_bytes_are_those_of_the_decoded_text(tokenizer, token_bytes, text):
+def test_bytes_are_those_of_the_decoded_text(tokenizer, text):
     """For any text: words, runs of spaces, characters that fall back to bytes."""
-    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    sp = load_tokenizer(tokenizer_knobs(tokenizer))
     ids = sp.encode(text)
     if "\u2581" in text or "\ufffd" in sp.decode(ids) or sp.unk_id() in ids:
         return  # a literal U+2581 cannot be told from a space; the rest has no bytes of its own
     # A letter in front, so that the decoder keeps a leading space.
     front = sp.encode("a")
-    assert (
-        token_bytes.count(np.array([*front, *ids])) == len(sp.decode([*front, *ids]).encode()) - 1
-    )
+    ids = [*front, *ids]
+    assert count_bytes(sp, np.array(ids)) == len(sp.decode(ids).encode()) - 1
 
 
-def test_bytes_by_the_rules(tokenizer, token_bytes):
-    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+def test_bytes_by_the_rules(tokenizer):
+    sp = load_tokenizer(tokenizer_knobs(tokenizer))
     lone, letter, byte = sp.piece_to_id("\u2581"), sp.piece_to_id("a"), sp.piece_to_id("<0xE2>")
     word = next(i for i in range(VOCAB_SIZE) if sp.id_to_piece(i) == "\u2581the")
     bos, unk = sp.bos_id(), sp.unk_id()
-    assert token_bytes.count(np.array([letter, lone])) == 1
-    assert token_bytes.count(np.array([letter, word])) == 4
-    assert token_bytes.count(np.array([bos, word])) == 3  # no space behind a control piece
-    assert token_bytes.count(np.array([unk, word])) == 3
-    assert token_bytes.count(np.array([word, byte])) == 1
-    assert token_bytes.count(np.array([word, bos, unk, letter])) == 1
-    assert token_bytes.count(np.array([word])) == 0
+    assert count_bytes(sp, np.array([letter, lone])) == 1
+    assert count_bytes(sp, np.array([letter, word])) == 4
+    assert count_bytes(sp, np.array([bos, word])) == 3  # no space behind a control piece
+    assert count_bytes(sp, np.array([unk, word])) == 3
+    assert count_bytes(sp, np.array([word, byte])) == 1
+    assert count_bytes(sp, np.array([word, bos, unk, letter])) == 1
+    assert count_bytes(sp, np.array([word])) == 0
 
 
 @pytest.mark.parametrize(
@@ -110,25 +105,25 @@ def small(tmp_path, tokenizer):
     )  # fmt: skip
 
 
-def test_the_split_is_cut_to_whole_sequences(small, token_bytes):
-    validation = Validation.load(small, token_bytes)
+def test_the_split_is_cut_to_whole_sequences(small):
+    validation = Validation(small)
     assert len(validation.tokens) == 97 and validation.tokens.dtype == torch.uint16
-    assert validation.num_bytes == token_bytes.count(validation.tokens.numpy())
+    assert validation.num_bytes == count_bytes(load_tokenizer(small), validation.tokens.numpy())
 
 
-def test_a_split_without_text_is_refused(small, token_bytes, tmp_path):
+def test_a_split_without_text_is_refused(small, tmp_path):
     """BOS alone stands for no text: its bits per byte would be a division by zero."""
     for path in tmp_path.glob("fineweb_val_*.bin"):
         path.unlink()
     write_shard(tmp_path / "fineweb_val_000000.bin", [1] * 100)
     with pytest.raises(ValueError) as caught:
-        Validation.load(small, token_bytes)
+        Validation(small)
     problem = f"DATA_PATH='{tmp_path}': 100 validation tokens stand for no text"
     assert str(caught.value).startswith(problem)
 
 
-def test_a_uniform_model_scores_ln_v(small, token_bytes):
-    validation = Validation.load(small, token_bytes)
+def test_a_uniform_model_scores_ln_v(small):
+    validation = Validation(small)
     gpt = GPT(dataclasses.replace(small, tie_embeddings=False), torch.float32)
     loss = evaluate(gpt, validation.tokens, small, ALONE)
     assert loss == pytest.approx(math.log(VOCAB_SIZE), abs=1e-6)
@@ -136,18 +131,15 @@ def test_a_uniform_model_scores_ln_v(small, token_bytes):
     assert bits == pytest.approx(math.log2(VOCAB_SIZE) * 96 / validation.num_bytes)
 
 
-def test_too_few_tokens_and_foreign_tokens(small, token_bytes, tmp_path):
+def test_too_few_tokens_and_foreign_tokens(small, tmp_path):
     with pytest.raises(ValueError, match="TRAIN_SEQ_LEN=100"):
-        Validation.load(dataclasses.replace(small, train_seq_len=100), token_bytes)
-    assert (
-        len(Validation.load(dataclasses.replace(small, train_seq_len=99), token_bytes).tokens)
-        == 100
-    )
+        Validation(dataclasses.replace(small, train_seq_len=100))
+    assert len(Validation(dataclasses.replace(small, train_seq_len=99)).tokens) == 100
     write_shard(tmp_path / "fineweb_val_000002.bin", [5, VOCAB_SIZE])
     with pytest.raises(
         ValueError, match=f"fineweb_val_000002.bin: token id {VOCAB_SIZE} at position 1"
     ):
-        Validation.load(small, token_bytes)
+        Validation(small)
 
 
 class Seen(nn.Module):
@@ -177,11 +169,9 @@ class Mode(nn.Module):
 
 
 @pytest.mark.parametrize("function", [evaluate, evaluate_sliding])
-def test_validation_runs_in_eval_mode_and_training_goes_on_in_train_mode(
-    small, token_bytes, function
-):
+def test_validation_runs_in_eval_mode_and_training_goes_on_in_train_mode(small, function):
     model = Mode()
-    tokens = Validation.load(small, token_bytes).tokens
+    tokens = Validation(small).tokens
     function(model, tokens, dataclasses.replace(small, eval_stride=4), ALONE)
     assert model.seen == {(False, False, False)}
     assert model.training and model.layer.training
@@ -189,9 +179,9 @@ def test_validation_runs_in_eval_mode_and_training_goes_on_in_train_mode(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("batch", [1, 4, 5, 100])
-def test_every_window_is_scored_once_for_any_world_and_batch(small, token_bytes, world_size, batch):
+def test_every_window_is_scored_once_for_any_world_and_batch(small, world_size, batch):
     hp = dataclasses.replace(small, val_batch_size=8 * 16 * batch)
-    tokens = Validation.load(small, token_bytes).tokens
+    tokens = Validation(small).tokens
     model, total = Seen(), 0.0
     for rank in range(world_size):  # 6 windows: with 8 ranks some have none
         part = dataclasses.replace(ALONE, rank=rank, world_size=world_size)
@@ -206,13 +196,13 @@ def test_every_window_is_scored_once_for_any_world_and_batch(small, token_bytes,
     assert total == pytest.approx(ids[1:].float().mean().item(), rel=1e-6)
 
 
-def test_the_loss_does_not_depend_on_the_batch(small, token_bytes):
+def test_the_loss_does_not_depend_on_the_batch(small):
     torch.manual_seed(0)
     gpt = GPT(small, torch.float32)
     with torch.no_grad():
         for p in gpt.parameters():
             p.add_(0.1 * torch.randn_like(p))
-    tokens = Validation.load(small, token_bytes).tokens
+    tokens = Validation(small).tokens
     losses = [
         evaluate(gpt, tokens, dataclasses.replace(small, val_batch_size=8 * 16 * n), ALONE)
         for n in (1, 4, 6)
@@ -233,12 +223,10 @@ def trained(small):
 
 @pytest.mark.parametrize("stride", [1, 4, 5, 15, 16])
 @pytest.mark.parametrize("batch", [1, 3, 100])
-def test_sliding_windows_score_each_token_once_with_its_context(
-    small, token_bytes, trained, stride, batch
-):
+def test_sliding_windows_score_each_token_once_with_its_context(small, trained, stride, batch):
     """Against scoring token by token: target t of 96 is predicted from the tokens in the window
     that holds it first."""
-    tokens = Validation.load(small, token_bytes).tokens
+    tokens = Validation(small).tokens
     ids = tokens.to(torch.int64)
     ends = [16, *range(16 + stride, 96, stride), 96]  # of windows, in targets
     expected = []
@@ -261,10 +249,10 @@ def test_sliding_windows_score_each_token_once_with_its_context(
         assert loss == pytest.approx(evaluate(trained, tokens, hp, ALONE), rel=1e-6)
 
 
-def test_a_partial_validation_says_so(small, token_bytes):
-    whole = Validation.load(small, token_bytes)
-    part = Validation.load(dataclasses.replace(small, max_val_tokens=50), token_bytes)
+def test_a_partial_validation_says_so(small):
+    whole = Validation(small)
+    part = Validation(dataclasses.replace(small, max_val_tokens=50))
     assert whole.partial == "" and part.partial == " partial:3/6"
     assert torch.equal(part.tokens, whole.tokens[:49]) and part.num_bytes < whole.num_bytes
-    more = Validation.load(dataclasses.replace(small, max_val_tokens=1000), token_bytes)
+    more = Validation(dataclasses.replace(small, max_val_tokens=1000))
     assert more.partial == "" and len(more.tokens) == 97

@@ -108,10 +108,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", F.softmax(scores.masked_fill(future, -1e30), -1), v)
 
 
-@pytest.mark.parametrize("takes_groups", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
-def test_attention_against_plain_attention(backend, dtype, takes_groups):
+def test_attention_against_plain_attention(backend, dtype):
     """The output and the gradients, in the model's own layout: q, k, v are parts of one tensor."""
     for name in ATTENTION_BACKENDS:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == backend)
@@ -119,7 +118,7 @@ def test_attention_against_plain_attention(backend, dtype, takes_groups):
     qkv = torch.randn(2, 512, 8 + 2 * 4, 64, device=GPU).to(dtype).requires_grad_()
     grad = torch.randn(2, 512, 8, 64, device=GPU).to(dtype)
     try:
-        y = train_gpt.attend(*qkv.split((8, 4, 4), dim=2), takes_groups)
+        y = train_gpt.attend(*qkv.split((8, 4, 4), dim=2))
         y.backward(grad)
     except RuntimeError as error:
         pytest.skip(f"{backend} does not run this here: {str(error).splitlines()[0]}")
@@ -135,9 +134,9 @@ def test_attention_against_plain_attention(backend, dtype, takes_groups):
 def test_the_chosen_attention_runs(dtype):
     """choose_attention has tried it; the last in its list would be left if none of them ran."""
     hp = Hyperparameters()
-    takes_groups = train_gpt.choose_attention(hp, GPU, dtype)
+    train_gpt.choose_attention(hp, GPU, dtype)
     qkv = torch.randn(1, hp.train_seq_len, 8 + 2 * 4, 64, device=GPU, dtype=dtype)
-    y = train_gpt.attend(*qkv.split((8, 4, 4), dim=2), takes_groups)
+    y = train_gpt.attend(*qkv.split((8, 4, 4), dim=2))
     assert y.shape == (1, hp.train_seq_len, 8, 64)
     assert dtype == torch.float32 or not torch.backends.cuda.math_sdp_enabled()
 

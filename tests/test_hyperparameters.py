@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import os
 import re
 import time
@@ -10,14 +11,13 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from conftest import SCRIPT, run_script
+from conftest import ROOT, SCRIPT, run_script
 
 from train_gpt import (
     ABOVE_0,
-    AT_LEAST_0,
     BELOW_1,
+    FREE,
     MINUS_1_IS_0,
-    PRESETS,
     Hyperparameters,
     InputError,
     near_knobs,
@@ -29,8 +29,6 @@ PATTERNS = (
     "attn_scale,attn_scales,mlp_scale,mlp_scales,resid_mix,resid_mixes,q_gain,"
     "skip_weight,skip_weights"
 )
-# Numbers that may have any value.
-FREE = {"warmdown_iters", "qk_gain_init"}
 # The contract's table of knobs, as it stands there.
 CONTRACT = {
     "OUTPUT_DIR": ".",
@@ -152,14 +150,16 @@ def test_one_bad_value_is_one_line_with_its_variable_and_value(name, text):
 def test_a_run_id_counts_in_bytes():
     """An euro sign has three."""
     (line,) = problems_of(RUN_ID="\u20ac" * 67)
-    assert line.startswith("RUN_ID=") and line.endswith(" must be 1 to 200 bytes long")
+    assert line.startswith("RUN_ID=") and line.endswith(
+        " must be a printable file name of 1 to 200 bytes"
+    )
     assert Hyperparameters.from_env({"RUN_ID": "\u20ac" * 66}).run_id == "\u20ac" * 66
 
 
 def test_a_run_id_of_undecodable_bytes(tmp_path):
     """Python shows a byte that is no UTF-8 as half of a surrogate pair."""
     result = run_script(tmp_path, {"RUN_ID": "\udcff", "DEVICE": "cpu"})
-    line = r"RUN_ID='\udcff' must be a plain file name in printable characters"
+    line = r"RUN_ID='\udcff' must be a printable file name of 1 to 200 bytes"
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == f"ValueError: {line}\n"
     assert not list(tmp_path.iterdir())
@@ -188,10 +188,11 @@ def test_these_five_are_what_minus_1_switches_off():
 def test_every_number_has_a_range_or_is_free():
     kinds = get_type_hints(Hyperparameters)
     numbers = {name for name, kind in kinds.items() if kind in (int, float)}
-    assert sorted(ABOVE_0 + AT_LEAST_0) == sorted(numbers - FREE)  # each in one list
-    assert set(BELOW_1 + MINUS_1_IS_0) <= set(AT_LEAST_0)
-    for name in FREE:
-        Hyperparameters.from_env({name.upper(): "-5"})
+    assert {*ABOVE_0, *BELOW_1, *FREE, *MINUS_1_IS_0} <= numbers
+    for name in numbers:
+        for value, refused in ((0, name in ABOVE_0), (-5, name not in FREE)):
+            lines = dataclasses.replace(Hyperparameters(), **{name: value}).problems()
+            assert any(line.startswith(f"{name.upper()}={value} ") for line in lines) == refused
 
 
 def test_every_knob_has_its_comment():
@@ -248,9 +249,10 @@ def test_all_problems_come_at_once():
 
 def test_the_environment_wins_over_the_preset():
     demo = Hyperparameters.from_env({"PRESET": "demo"})
-    knobs = {name: getattr(demo, name.lower()) for name in PRESETS["demo"]}
-    assert knobs == {name: type(knobs[name])(text) for name, text in PRESETS["demo"].items()}
-    assert all(isinstance(text, str) for text in PRESETS["demo"].values())
+    preset = json.loads((ROOT / "data" / "presets.json").read_text())["demo"]
+    knobs = {name: getattr(demo, name.lower()) for name in preset}
+    assert knobs == {name: type(knobs[name])(text) for name, text in preset.items()}
+    assert all(isinstance(text, str) for text in preset.values())
     other = Hyperparameters.from_env({"PRESET": "demo", "MODEL_DIM": "64"})
     assert other.model_dim == 64 and other.data_path == demo.data_path
 

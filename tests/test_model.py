@@ -185,8 +185,6 @@ def test_grouped_query_equals_repeated_keys_and_values():
     x, scale = torch.randn(2, 24, 32), torch.ones(32)
     cos, sin = (table[:, None] for table in rotary_tables(24, 8, 10000.0))
     torch.testing.assert_close(grouped(x, scale, cos, sin), full(x, scale, cos, sin))
-    grouped.takes_groups = False  # for a backend that cannot: keys and values are repeated
-    torch.testing.assert_close(grouped(x, scale, cos, sin), full(x, scale, cos, sin))
 
 
 def test_rotary_tells_all_positions_apart_and_sees_relative_position_only():

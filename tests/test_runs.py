@@ -31,7 +31,6 @@ from train_gpt import (
     build_optimizers,
     evaluate,
     evaluate_sliding,
-    load_tokenizer,
     load_weights,
     run,
 )
@@ -189,7 +188,7 @@ def test_the_last_line_scores_the_bytes_on_the_disk(tmp_path, knobs, tokenizer):
     result = run_script(tmp_path, environ)
     assert result.returncode == 0, result.stderr
     hp = Hyperparameters.from_env(environ)
-    validation = Validation.load(hp, load_tokenizer(hp))
+    validation = Validation(hp)
     data = (tmp_path / "final_model.int8.ptz").read_bytes()
     assert torch.load(io.BytesIO(zlib.decompress(data)), weights_only=True)["quantized"]
     scores = []
@@ -328,7 +327,7 @@ def test_the_sliding_score_is_a_line_of_its_own_before_the_last_two(tmp_path, kn
     hp = Hyperparameters.from_env({**knobs, **stride})
     gpt = GPT(hp, torch.float32)
     load_weights(gpt, (tmp_path / "final_model.int8.ptz").read_bytes(), "the artifact")
-    validation = Validation.load(hp, load_tokenizer(hp))
+    validation = Validation(hp)
     loss = evaluate_sliding(gpt, validation.tokens, hp, ALONE)
     match = re.fullmatch(sliding, lines[-3])
     assert float(match[1]) == pytest.approx(loss, abs=2e-6)
