@@ -722,10 +722,22 @@ def dataset_fingerprint(hp: Hyperparameters) -> dict[str, Any]:
 
 
 # ---- Evaluation ----------------------------------------------------------------------------------
-SPACE = "\u2581"  # as SentencePiece writes it
+@dataclass(frozen=True)
+class TokenBytes:
+    """How much text each token stands for, in three arrays (V,)."""
+
+    length: np.ndarray  # bytes, without a leading space
+    leading_space: np.ndarray  # whether the piece begins with a space
+    no_text: np.ndarray  # control, unknown and unused pieces: behind them no space is written
+
+    def count(self, tokens: np.ndarray) -> int:
+        """The UTF-8 bytes of tokens[1:]; a leading space depends on the token before it."""
+        spaces = self.leading_space[tokens[1:]] & ~self.no_text[tokens[:-1]]
+        return int(self.length[tokens[1:]].sum() + spaces.sum())
 
 
-def load_tokenizer(hp: Hyperparameters) -> sentencepiece.SentencePieceProcessor:
+def load_tokenizer(hp: Hyperparameters) -> TokenBytes:
+    """Of the SentencePiece model at TOKENIZER_PATH."""
     knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
     if not os.path.isfile(hp.tokenizer_path):
         raise FileNotFoundError(f"{knob} is not a file\n{WAYS_TO_DATA}")
@@ -734,31 +746,24 @@ def load_tokenizer(hp: Hyperparameters) -> sentencepiece.SentencePieceProcessor:
     except (OSError, RuntimeError) as error:
         raise InputError(f"{knob} must be a SentencePiece .model file: {error}") from None
     size = sp.vocab_size()
+    space = "\u2581"  # as SentencePiece writes it
     same = size == hp.vocab_size
     require(same, f"{knob} has {size} pieces: set VOCAB_SIZE={size}, not {hp.vocab_size}")
-    has_space = not sp.IsUnknown(sp.PieceToId(SPACE))
+    has_space = not sp.IsUnknown(sp.PieceToId(space))
     require(has_space, f"{knob} has no piece for a lone space (U+2581): train it with that piece")
-    return sp
-
-
-def count_bytes(sp: sentencepiece.SentencePieceProcessor, tokens: np.ndarray) -> int:
-    """The UTF-8 bytes that tokens[1:] stand for. A leading space counts unless the token before it
-    is no text: control, unknown or unused."""
-    ids = range(sp.vocab_size())
-    no_text = np.array([sp.IsControl(i) or sp.IsUnknown(i) or sp.IsUnused(i) for i in ids])
-    pieces = ["" if no_text[i] else sp.IdToPiece(i) for i in ids]
-    leading_space = np.array([piece.startswith(SPACE) for piece in pieces])
-    lengths = [len(piece.removeprefix(SPACE).encode()) for piece in pieces]
-    length = np.array([1 if sp.IsByte(i) else lengths[i] for i in ids])
-    spaces = leading_space[tokens[1:]] & ~no_text[tokens[:-1]]
-    return int(length[tokens[1:]].sum() + spaces.sum())
+    no_text = [sp.IsControl(i) or sp.IsUnknown(i) or sp.IsUnused(i) for i in range(size)]
+    pieces = ["" if no_text[i] else sp.IdToPiece(i) for i in range(size)]
+    length = [len(piece.removeprefix(space).encode()) for piece in pieces]
+    length = [1 if sp.IsByte(i) else length[i] for i in range(size)]
+    leading_space = [piece.startswith(space) for piece in pieces]
+    return TokenBytes(np.array(length), np.array(leading_space), np.array(no_text))
 
 
 class Validation:
     """The validation split, cut to whole sequences and the last target."""
 
     def __init__(self, hp: Hyperparameters) -> None:
-        sp = load_tokenizer(hp)
+        token_bytes = load_tokenizer(hp)
         T = hp.train_seq_len
         stream = TokenStream(hp.files("val"), hp.vocab_size)
         tokens = stream.take(sum(len(shard) for shard in stream.shards))
@@ -768,7 +773,7 @@ class Validation:
         kept = min(hp.max_val_tokens // T, whole) if hp.max_val_tokens > 0 else whole
         self.partial = f" partial:{kept}/{whole}" if kept < whole else ""  # behind every figure
         self.tokens = tokens[: kept * T + 1]  # uint16
-        self.num_bytes = count_bytes(sp, self.tokens.numpy())
+        self.num_bytes = token_bytes.count(self.tokens.numpy())
         require(self.num_bytes > 0, f"{source} stand for no text: get the files again")
 
     def bits_per_byte(self, loss: float) -> float:

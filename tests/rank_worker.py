@@ -1,6 +1,6 @@
-"""What one rank of test_accumulation.py does, under torchrun: some optimizer steps of the trainer's
-own functions. It leaves the first step's gradients, the final weights, every step's loss, the
-number of gradient all-reduces and validation losses in FOLDER/W_rank.pt."""
+"""What each rank of test_accumulation.py does: some optimizer steps of the trainer's own functions.
+It leaves the first step's gradients, the final weights, every step's loss, the number of gradient
+all-reduces and validation losses in FOLDER/W_rank.pt."""
 
 import dataclasses
 import os

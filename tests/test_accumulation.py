@@ -4,7 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import ALONE, ROOT, make_state, run_ranks
+from conftest import (
+    ALONE,
+    ROOT,
+    make_state,
+    run_ranks,
+)
 from rank_worker import GradientKeeper
 
 from train_gpt import (
@@ -23,9 +28,8 @@ STEPS = 20
 def ranks(request, tmp_path_factory, knobs):
     """What every rank of a run of 1, 2, 4 and 8 ranks left behind."""
     folder, world_size = tmp_path_factory.mktemp("ranks"), request.param
-    environ = {**knobs, "PYTHONPATH": str(ROOT)}
-    worker = [str(ROOT / "tests" / "rank_worker.py"), str(folder), str(STEPS)]
-    for result in run_ranks(folder, [environ] * world_size, worker):
+    worker = [ROOT / "tests" / "rank_worker.py", folder, str(STEPS)]
+    for result in run_ranks(folder, {**knobs, "PYTHONPATH": str(ROOT)}, world_size, worker):
         assert result.returncode == 0, result.stderr
     return [
         torch.load(folder / f"{world_size}_{rank}.pt", weights_only=True)

@@ -15,7 +15,7 @@ from conftest import ROOT, TEXTS, VOCAB_SIZE, process_environ, train_tokenizer, 
 sys.path.insert(0, str(ROOT / "data"))
 import check_dataset
 
-from train_gpt import Hyperparameters, count_bytes, load_tokenizer
+from train_gpt import Hyperparameters, load_tokenizer
 
 SCRIPT = ROOT / "data/check_dataset.py"
 VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000000.bin"
@@ -83,7 +83,7 @@ def test_every_figure_of_a_good_dataset(tmp_path, tokenizer, documents):
         stats={"files_train": 2, "files_val": 1, "tokens_val": len(val_ids), "docs_val": 5},
     )
     hp = Hyperparameters(tokenizer_path=str(tokenizer), vocab_size=VOCAB_SIZE)
-    num_bytes = count_bytes(load_tokenizer(hp), np.array(val_ids))
+    num_bytes = load_tokenizer(hp).count(np.array(val_ids))
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in shards}
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     begins = [" ".join(sp.decode(ids[1:]).split())[:80] for ids in (*val[:3], *train[:3])]

@@ -16,6 +16,7 @@ from conftest import (
     make_state,
     read_until,
     rest_of,
+    run_here,
     run_script,
     same_models,
     saved_in,
@@ -38,7 +39,7 @@ def long_knobs(knobs):
 def undisturbed(tmp_path_factory, long_knobs):
     """The folder of a run with a checkpoint at every 30 steps, and its log."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return folder, finished(run_script(folder, {**long_knobs, "CHECKPOINT_EVERY": "30"}))
+    return folder, finished(run_here(folder, {**long_knobs, "CHECKPOINT_EVERY": "30"}))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_from_the_newest_good_checkpoint(
     flip_a_byte(folder / newest)
     (folder / "step_00000099.pt.part").write_bytes(b"PK\3\4")
     changed = {"CHECKPOINT_EVERY": "50", "KEEP_CHECKPOINTS": "9"}
-    lines = finished(run_script(tmp_path, {**long_knobs, **changed, "RESUME": "auto"}))
+    lines = finished(run_here(tmp_path, {**long_knobs, **changed, "RESUME": "auto"}))
     said = [line for line in lines if line.startswith("resume:")]
     assert said == [
         f"resume:damaged, trying the one before it: checkpoints/test/{newest} is no model file, "
@@ -135,7 +136,7 @@ def flip_a_byte(path: Path) -> None:
 def test_fewer_iterations_than_the_checkpoint_has_end_the_run(undisturbed, tmp_path, long_knobs):
     """They are taken from the environment like any other knob: nothing is left to train."""
     path = undisturbed[0] / "checkpoints" / "test" / "step_00000090.pt"
-    result = run_script(tmp_path, {**long_knobs, "ITERATIONS": "50", "RESUME": str(path)})
+    result = run_here(tmp_path, {**long_knobs, "ITERATIONS": "50", "RESUME": str(path)})
     lines = finished(result)
     (line,) = [line for line in lines if line.startswith("step:90/50 val_loss:")]
     clock = torch.load(path, weights_only=True)["train_ms"]  # it goes on, too
@@ -327,7 +328,7 @@ def test_checkpoints_of_which_none_is_good_end_the_run(undisturbed, tmp_path, lo
     folder = tmp_path / "checkpoints" / "test"
     for name in saved_in(tmp_path):
         flip_a_byte(folder / name)
-    result = run_script(tmp_path, {**long_knobs, "RESUME": "auto"})
+    result = run_here(tmp_path, {**long_knobs, "RESUME": "auto"})
     assert result.returncode == 1
     assert result.stderr.startswith("ValueError: RESUME='auto' finds no good checkpoint: ")
     assert result.stderr.count("\n") == 1
@@ -342,7 +343,7 @@ def test_a_run_id_that_has_checkpoints_is_not_used_again_by_accident(
 ):
     """Nothing is warmed up or written before that is said, with both ways out."""
     shutil.copytree(undisturbed[0] / "checkpoints", tmp_path / "checkpoints")
-    result = run_script(tmp_path, {**long_knobs, "CHECKPOINT_EVERY": "1"})
+    result = run_here(tmp_path, {**long_knobs, "CHECKPOINT_EVERY": "1"})
     assert result.returncode == 1
     problem = "RUN_ID='test' has checkpoints: set RESUME=auto or another RUN_ID"
     assert result.stderr == f"ValueError: {problem}\n"
@@ -359,7 +360,7 @@ def test_two_runs_at_once_do_not_share_a_run_id(tmp_path, knobs):
     first = start_script(tmp_path, endless)
     try:
         read_until(first, "step:1/")
-        second = run_script(tmp_path, knobs)
+        second = run_here(tmp_path, knobs)
         assert first.poll() is None
     finally:
         first.kill()
@@ -372,7 +373,7 @@ def test_two_runs_at_once_do_not_share_a_run_id(tmp_path, knobs):
 def test_a_missing_checkpoint_is_named_before_the_warm_up(tmp_path, knobs):
     """With the knob and the way out, as is a missing model to score."""
     for knob in ("RESUME", "EVAL_ONLY"):
-        result = run_script(tmp_path, {**knobs, knob: "nowhere.pt", "COMPILE": "1"})
+        result = run_here(tmp_path, {**knobs, knob: "nowhere.pt", "COMPILE": "1"})
         assert result.returncode == 1
         problem = f"{knob}='nowhere.pt' is not a file that can be read: check the path"
         assert result.stderr == f"ValueError: {problem}\n"
@@ -515,7 +516,7 @@ def test_a_full_disk_costs_the_model_but_neither_the_artifact_nor_the_score(
     last = result.stdout.splitlines()[-1]
     assert last.startswith("final_int8_zlib_roundtrip_exact ")
     environ = {**knobs, "EVAL_ONLY": str(folder / "final_model.int8.ptz")}
-    assert finished(run_script(tmp_path, environ))[-1] == last
+    assert finished(run_here(tmp_path, environ))[-1] == last
 
 
 def test_a_disk_with_no_room_for_any_result_does_not_cost_the_score(crowded, knobs, tmp_path):
@@ -532,7 +533,7 @@ def test_a_disk_with_no_room_for_any_result_does_not_cost_the_score(crowded, kno
 
 def test_a_folder_in_place_of_a_result_is_found_before_training(tmp_path, knobs):
     (tmp_path / "final_model.pt").mkdir()
-    result = run_script(tmp_path, knobs)
+    result = run_here(tmp_path, knobs)
     assert result.returncode == 1
     problem = "final_model.pt cannot be written: a folder is in its place: move it"
     assert result.stderr == f"ValueError: {problem}\n"
@@ -550,7 +551,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_next_logged_step(
     shutil.copytree(undisturbed[0] / "checkpoints", tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / "test" / "step_00000100.pt").unlink()
     environ = {**long_knobs, **STEEP, "RESUME": "auto", "CHECKPOINT_EVERY": "5"}
-    result = run_script(tmp_path, {**environ, "TRAIN_LOG_EVERY": "4"})
+    result = run_here(tmp_path, {**environ, "TRAIN_LOG_EVERY": "4"})
     assert result.returncode == 1
     error = r"ValueError: step:92 the train_loss is (nan|inf): go back to the last checkpoint.*\n"
     assert re.fullmatch(error, result.stderr)

@@ -15,6 +15,8 @@ from conftest import (
     ranks_of,
     read_until,
     rest_of,
+    run_here,
+    run_ranks,
     run_script,
     same_models,
     saved_in,
@@ -37,8 +39,7 @@ def four(tmp_path_factory, knobs):
     in a process, going on must change, too."""
     folder = tmp_path_factory.mktemp("four")
     environ = {**knobs, "ITERATIONS": "8", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0"}
-    result = run_script(folder, {**environ, "CHECKPOINT_EVERY": "4"}, ranks=4)
-    finished(result)
+    finished(run_ranks(folder, {**environ, "CHECKPOINT_EVERY": "4"}, 4)[0])
     return environ, folder
 
 
@@ -55,8 +56,9 @@ def test_all_optimizer_state_is_gathered_from_the_ranks(four):
 
 
 def go_on(folder, environ, path, ranks: int) -> list[str]:
-    """Take the steps that are left, on so many ranks (0: without torchrun); the log."""
-    result = run_script(folder, {**environ, "RESUME": str(path)}, ranks=ranks)
+    """Take the steps that are left, on so many ranks (0: in this process); the log."""
+    environ = {**environ, "RESUME": str(path)}
+    result = run_ranks(folder, environ, ranks)[0] if ranks else run_here(folder, environ)
     lines = finished(result)
     (line,) = [line for line in lines if line.startswith("resume:")]
     assert line.startswith(f"resume:{path} step:{int(path.stem[5:])} ")
@@ -99,7 +101,7 @@ def test_fewer_ranks_go_on_to_the_same_end_and_so_do_more(four, tmp_path):
 def two(tmp_path_factory, long_knobs):
     """The folder of an undisturbed run of two ranks."""
     folder = tmp_path_factory.mktemp("two")
-    finished(run_script(folder, long_knobs, ranks=2))
+    finished(run_ranks(folder, long_knobs, 2)[0])
     return folder
 
 

@@ -10,7 +10,12 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPT, process_environ, run_script
+from conftest import (
+    ROOT,
+    SCRIPT,
+    process_environ,
+    run_here,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from scipy import integrate, stats
@@ -190,7 +195,7 @@ def test_a_log_with_every_line(tmp_path, head):
 
 def test_a_log_that_the_script_wrote(tmp_path, knobs):
     environ = {**knobs, "EVAL_STRIDE": "16", "MAX_VAL_TOKENS": "320", "SEED": "5"}
-    result = run_script(tmp_path, environ)
+    result = run_here(tmp_path, environ)
     assert result.returncode == 0, result.stderr
     run = compare_runs.read_run(tmp_path / "logs" / "test.txt")
     loss, bpb = re.findall(r"_exact val_loss:(\S+) val_bpb:(\S+)", result.stdout)[-1]

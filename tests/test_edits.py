@@ -10,7 +10,12 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, ROOT, make_state, run_ranks
+from conftest import (
+    ALONE,
+    ROOT,
+    make_state,
+    run_ranks,
+)
 from edited_script import EDITS
 from torch import Tensor, nn
 
@@ -62,7 +67,7 @@ def run_edit(folder, knobs, edit: str) -> list[CompletedProcess]:
     """Two gloo ranks of the script with an edit, at full rates: what each left behind."""
     off = dict.fromkeys(("WARMUP_STEPS", "WARMDOWN_ITERS", "MUON_MOMENTUM_WARMUP_STEPS"), "0")
     environ = {**knobs, **off, "ITERATIONS": "3", "CHECKPOINT_EVERY": "3"}
-    return run_ranks(folder, [environ] * 2, [str(WORKER), edit])
+    return run_ranks(folder, environ, 2, [WORKER, edit])
 
 
 def test_a_bias_of_fc_is_trained_on_one_process_and_on_two_ranks(tmp_path, hp, knobs, monkeypatch):

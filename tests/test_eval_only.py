@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_script, scores
+from conftest import (
+    run_here,
+    run_ranks,
+    scores,
+)
 
 from train_gpt import GPT, Hyperparameters, InputError, load_weights
 
@@ -27,7 +31,7 @@ def test_eval_only_scores_a_file(trained, tmp_path, quantized_knobs, name, ranks
     shard = "fineweb_val_000000.bin"
     shutil.copy(Path(quantized_knobs["DATA_PATH"]) / shard, data)
     environ = {**quantized_knobs, "EVAL_ONLY": str(folder / name), "DATA_PATH": str(data)}
-    result = run_script(tmp_path, environ, ranks=ranks)
+    result = run_ranks(tmp_path, environ, ranks)[0] if ranks else run_here(tmp_path, environ)
     assert result.returncode == 0, result.stderr
     rounded, exact = result.stdout.splitlines()[-2:]
     assert re.fullmatch(
@@ -50,7 +54,7 @@ def test_eval_only_scores_a_file(trained, tmp_path, quantized_knobs, name, ranks
 def test_a_damaged_file_is_one_line(trained, tmp_path, quantized_knobs):
     path = tmp_path / "cut.ptz"
     path.write_bytes((trained[0] / ARTIFACT).read_bytes()[:-9])
-    result = run_script(tmp_path, {**quantized_knobs, "EVAL_ONLY": str(path)})
+    result = run_here(tmp_path, {**quantized_knobs, "EVAL_ONLY": str(path)})
     assert result.returncode == 1 and "final_int8" not in result.stdout
     name = re.escape(f"EVAL_ONLY='{path}'")
     problem = "is no model file, or is damaged: it is cut short, or too large when unpacked"

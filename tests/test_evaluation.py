@@ -16,7 +16,6 @@ from train_gpt import (
     GPT,
     Hyperparameters,
     Validation,
-    count_bytes,
     evaluate,
     evaluate_sliding,
     load_tokenizer,
@@ -27,32 +26,38 @@ def tokenizer_knobs(path, **knobs) -> Hyperparameters:
     return Hyperparameters(**{"tokenizer_path": str(path), "vocab_size": VOCAB_SIZE, **knobs})
 
 
+@pytest.fixture(scope="module")
+def token_bytes(tokenizer):
+    return load_tokenizer(tokenizer_knobs(tokenizer))
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=60)))
-def test_bytes_are_those_of_the_decoded_text(tokenizer, text):
+def test_bytes_are_those_of_the_decoded_text(tokenizer, token_bytes, text):
     """For any text: words, runs of spaces, characters that fall back to bytes."""
-    sp = load_tokenizer(tokenizer_knobs(tokenizer))
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     ids = sp.encode(text)
     if "\u2581" in text or "\ufffd" in sp.decode(ids) or sp.unk_id() in ids:
         return  # a literal U+2581 cannot be told from a space; the rest has no bytes of its own
     # A letter in front, so that the decoder keeps a leading space.
     front = sp.encode("a")
-    ids = [*front, *ids]
-    assert count_bytes(sp, np.array(ids)) == len(sp.decode(ids).encode()) - 1
+    assert (
+        token_bytes.count(np.array([*front, *ids])) == len(sp.decode([*front, *ids]).encode()) - 1
+    )
 
 
-def test_bytes_by_the_rules(tokenizer):
-    sp = load_tokenizer(tokenizer_knobs(tokenizer))
+def test_bytes_by_the_rules(tokenizer, token_bytes):
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     lone, letter, byte = sp.piece_to_id("\u2581"), sp.piece_to_id("a"), sp.piece_to_id("<0xE2>")
     word = next(i for i in range(VOCAB_SIZE) if sp.id_to_piece(i) == "\u2581the")
     bos, unk = sp.bos_id(), sp.unk_id()
-    assert count_bytes(sp, np.array([letter, lone])) == 1
-    assert count_bytes(sp, np.array([letter, word])) == 4
-    assert count_bytes(sp, np.array([bos, word])) == 3  # no space behind a control piece
-    assert count_bytes(sp, np.array([unk, word])) == 3
-    assert count_bytes(sp, np.array([word, byte])) == 1
-    assert count_bytes(sp, np.array([word, bos, unk, letter])) == 1
-    assert count_bytes(sp, np.array([word])) == 0
+    assert token_bytes.count(np.array([letter, lone])) == 1
+    assert token_bytes.count(np.array([letter, word])) == 4
+    assert token_bytes.count(np.array([bos, word])) == 3  # no space behind a control piece
+    assert token_bytes.count(np.array([unk, word])) == 3
+    assert token_bytes.count(np.array([word, byte])) == 1
+    assert token_bytes.count(np.array([word, bos, unk, letter])) == 1
+    assert token_bytes.count(np.array([word])) == 0
 
 
 @pytest.mark.parametrize(
@@ -105,10 +110,10 @@ def small(tmp_path, tokenizer):
     )  # fmt: skip
 
 
-def test_the_split_is_cut_to_whole_sequences(small):
+def test_the_split_is_cut_to_whole_sequences(small, token_bytes):
     validation = Validation(small)
     assert len(validation.tokens) == 97 and validation.tokens.dtype == torch.uint16
-    assert validation.num_bytes == count_bytes(load_tokenizer(small), validation.tokens.numpy())
+    assert validation.num_bytes == token_bytes.count(validation.tokens.numpy())
 
 
 def test_a_split_without_text_is_refused(small, tmp_path):

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import json
 import os
 import re
 import time
@@ -11,13 +10,18 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, run_script
+from conftest import (
+    SCRIPT,
+    run_here,
+    run_script,
+)
 
 from train_gpt import (
     ABOVE_0,
     BELOW_1,
     FREE,
     MINUS_1_IS_0,
+    PRESETS,
     Hyperparameters,
     InputError,
     near_knobs,
@@ -249,7 +253,7 @@ def test_all_problems_come_at_once():
 
 def test_the_environment_wins_over_the_preset():
     demo = Hyperparameters.from_env({"PRESET": "demo"})
-    preset = json.loads((ROOT / "data" / "presets.json").read_text())["demo"]
+    preset = PRESETS["demo"]
     knobs = {name: getattr(demo, name.lower()) for name in preset}
     assert knobs == {name: type(knobs[name])(text) for name, text in preset.items()}
     assert all(isinstance(text, str) for text in preset.values())
@@ -274,7 +278,7 @@ def test_a_variable_that_nearly_is_a_knob_names_the_knob(variable, knob):
 
 def test_a_slip_is_told_on_the_console_and_in_the_log_before_anything_else(tmp_path, knobs):
     environ = {**knobs, "ITERATION": "5", "DATA_PATH": str(tmp_path / "nowhere")}
-    result = run_script(tmp_path, environ)
+    result = run_here(tmp_path, environ)
     line = "unknown_knob:'ITERATION' is ignored: did you mean ITERATIONS?"
     assert result.stdout.splitlines() == ["logs/test.txt", line]
     assert (tmp_path / "logs" / "test.txt").read_text().splitlines()[-2:] == ["logs/test.txt", line]

@@ -16,10 +16,12 @@ from conftest import (
     ROOT,
     SCRIPT,
     process_environ,
+    run_here,
     run_ranks,
     run_script,
     start_script,
     write_shard,
+    write_worker,
 )
 
 from train_gpt import (
@@ -185,7 +187,7 @@ def test_the_run_is_the_schedule_and_the_steps_by_hand(single, knobs):
 def test_the_last_line_scores_the_bytes_on_the_disk(tmp_path, knobs, tokenizer):
     """With a model large enough that its matrices are quantized."""
     environ = {**knobs, "MODEL_DIM": "256", "NUM_LAYERS": "2", "ITERATIONS": "3"}
-    result = run_script(tmp_path, environ)
+    result = run_here(tmp_path, environ)
     assert result.returncode == 0, result.stderr
     hp = Hyperparameters.from_env(environ)
     validation = Validation(hp)
@@ -205,7 +207,7 @@ def test_the_last_line_scores_the_bytes_on_the_disk(tmp_path, knobs, tokenizer):
 def test_warm_up_leaves_no_trace_and_may_be_left_out(single, tmp_path, knobs):
     """Without warm-up the first thing that the model does is the validation at step 0."""
     folder, _ = single
-    result = run_script(tmp_path, {**knobs, "WARMUP_STEPS": "0"})
+    result = run_here(tmp_path, {**knobs, "WARMUP_STEPS": "0"})
     assert result.returncode == 0, result.stderr
     assert "warmup_step:" not in result.stdout
     name = "final_model.int8.ptz"
@@ -216,7 +218,8 @@ def test_two_ranks_end_where_one_does(single, tmp_path, knobs):
     """In bf16. (Gradients and weights in fp32: test_accumulation.py.)"""
     _, output = single
     environ = {**knobs, "DTYPE": "bf16", "OUTPUT_DIR": "out"}
-    result = run_script(tmp_path, environ, ranks=2)
+    result, other = run_ranks(tmp_path, environ, 2)
+    assert (other.stdout, other.stderr) == ("", "")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "out/logs/test.txt" and "replicas:identical" in lines
@@ -236,7 +239,7 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
         "VAL_LOSS_EVERY": "0",
         "WARMDOWN_ITERS": "100000",
     }
-    result = run_script(tmp_path, environ, ranks=2)
+    result, _ = run_ranks(tmp_path, environ, 2)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     (begun,) = [i for i, line in enumerate(lines) if line.startswith("warmdown:begun already")]
@@ -252,7 +255,7 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
 
 def test_untied_first_loss_is_ln_v(tmp_path, knobs):
     environ = {**knobs, "TIE_EMBEDDINGS": "0", "ITERATIONS": "2"}
-    result = run_script(tmp_path, {**environ, "NUM_LAYERS": "1"})
+    result = run_here(tmp_path, {**environ, "NUM_LAYERS": "1"})
     assert result.returncode == 0, result.stderr
     assert "step:1/2 train_loss:5.9506 " in result.stdout  # ln 384 = 5.95064
     assert "tie_embeddings:False embed_lr:0.6 head_lr:0.008 " in result.stdout
@@ -317,7 +320,7 @@ def ends_with_the_score(output: str) -> bool:
 def test_the_sliding_score_is_a_line_of_its_own_before_the_last_two(tmp_path, knobs):
     """With all else on that writes or logs late."""
     stride = {"EVAL_STRIDE": "8", "CHECKPOINT_EVERY": "1", "TRAIN_LOG_EVERY": "1"}
-    result = run_script(tmp_path, {**knobs, **stride, "ITERATIONS": "2"})
+    result = run_here(tmp_path, {**knobs, **stride, "ITERATIONS": "2"})
     assert result.returncode == 0, result.stderr
     sliding = rf"final_int8_zlib_roundtrip_sliding stride:8 val_loss:({EXACT}) val_bpb:({EXACT})"
     lines = result.stdout.splitlines()
@@ -339,7 +342,7 @@ def test_scoring_a_file_ends_with_the_same_lines(single, tmp_path, knobs):
     folder, output = single
     file = folder / "final_model.int8.ptz"
     environ = {**knobs, "EVAL_ONLY": str(file), "EVAL_STRIDE": "32"}
-    result = run_script(tmp_path, environ)
+    result = run_here(tmp_path, environ)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[-3].startswith("final_int8_zlib_roundtrip_sliding stride:32 ")
@@ -359,7 +362,7 @@ MODELS = ["final_model.int8.ptz", "final_model.pt"]
     ids=lambda change: next(iter(change)),
 )
 def test_a_score_that_is_not_finite_fails_the_run_and_leaves_its_files(tmp_path, knobs, change):
-    result = run_script(tmp_path, {**knobs, "WARMUP_STEPS": "0", **change})
+    result = run_here(tmp_path, {**knobs, "WARMUP_STEPS": "0", **change})
     assert result.returncode == 1 and ends_with_the_score(result.stdout), result.stdout
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("ValueError: the score is nan"), result.stderr
@@ -371,7 +374,7 @@ def test_a_file_whose_score_is_not_finite_fails_the_run(single, tmp_path, knobs)
     weights = torch.load(folder / "final_model.pt", weights_only=True)
     weights["blocks.0.mlp.fc.weight"][3, 5] = float("nan")
     torch.save(weights, tmp_path / "nan.pt")
-    result = run_script(tmp_path, {**knobs, "EVAL_ONLY": "nan.pt"})
+    result = run_here(tmp_path, {**knobs, "EVAL_ONLY": "nan.pt"})
     assert result.returncode == 1 and ends_with_the_score(result.stdout), result.stdout
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("ValueError: the score is nan"), result.stderr
@@ -472,7 +475,7 @@ def test_a_world_of_three(capsys, tmp_path, knobs):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_where_there_is_none(tmp_path, knobs):
-    assert "DEVICE='cuda'" in error_of(run_script(tmp_path, {**knobs, "DEVICE": "cuda"}))
+    assert "DEVICE='cuda'" in error_of(run_here(tmp_path, {**knobs, "DEVICE": "cuda"}))
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path, knobs):
@@ -519,7 +522,6 @@ def test_what_only_one_rank_lacks_is_one_error(tmp_path, knobs):
 def test_replicas_that_differ_fail_the_run(tmp_path, knobs):
     """In one bit of a weight; and, tried before it and undone, in one step count of Adam."""
     program = """
-import train_gpt
 train = train_gpt.train
 def train_and_stray(state, *others):
     ended, rank = train(state, *others), state.runtime.rank
@@ -534,11 +536,11 @@ def train_and_stray(state, *others):
     state.gpt.blocks[0].resid_mix.data[1, 3] += 1e-7 * rank
     return ended
 train_gpt.train = train_and_stray
-train_gpt.main()
 """
-    environ = {**knobs, "ITERATIONS": "1", "PYTHONPATH": str(ROOT)}
+    worker = write_worker(tmp_path, program)
+    environ = {**knobs, "ITERATIONS": "1"}
     problem = "the weights or step counts of ranks [1] differ from rank 0's\n"
-    for rank, process in enumerate(run_ranks(tmp_path, [environ] * 2, ["-c", program])):
+    for rank, process in enumerate(run_ranks(tmp_path, environ, 2, [worker])):
         assert process.returncode == 1 and f"count: {problem}" in process.stdout
         assert process.stdout.count("replicas:identical") == (1 if rank == 0 else 0)
         assert process.stderr.endswith(f"RuntimeError: {problem}")
@@ -573,7 +575,7 @@ def test_a_token_outside_the_vocabulary_met_in_training(tmp_path, dataset, knobs
 def test_a_validation_split_of_bos_alone_is_found_before_training(tmp_path, dataset, knobs):
     data = damaged(dataset, tmp_path / "data")
     write_shard(data / "fineweb_val_000000.bin", [1] * 500)
-    result = run_script(tmp_path, {**knobs, "DATA_PATH": str(data)})
+    result = run_here(tmp_path, {**knobs, "DATA_PATH": str(data)})
     assert f"DATA_PATH='{data}': 500 validation tokens stand for no text" in error_of(result)
     assert result.stdout == "logs/test.txt\n"
 
@@ -613,7 +615,8 @@ def clone(tmp_path_factory):
 
 
 def test_the_demo_builds_its_data_once_and_runs(clone):
-    environ = {"PRESET": "demo", "DEVICE": "cpu", "MAX_WALLCLOCK_SECONDS": "1", "RUN_ID": "x"}
+    environ = {"PRESET": "demo", "DEVICE": "cpu", "ITERATIONS": "1", "RUN_ID": "x"}
+    environ |= {"MAX_VAL_TOKENS": "1024"}
     script = clone / "train_gpt.py"
     first = run_script(clone, environ, script=script)
     assert first.returncode == 0, first.stderr
@@ -624,7 +627,7 @@ def test_the_demo_builds_its_data_once_and_runs(clone):
     assert 1.5 < lzma_bpb < 3.5
     shards = clone / "data" / "datasets" / "demo_sp1024"
     times = {p: p.stat().st_mtime_ns for p in shards.iterdir()}
-    brief = {**environ, "ITERATIONS": "0", "WARMUP_STEPS": "0", "MAX_VAL_TOKENS": "1024"}
+    brief = {**environ, "ITERATIONS": "0", "WARMUP_STEPS": "0"}
     second = run_script(clone, brief, script=script)
     assert second.stdout.splitlines()[1:4] == lines[1:4]
     assert {p: p.stat().st_mtime_ns for p in shards.iterdir()} == times

@@ -15,6 +15,7 @@ from conftest import (
     ranks_of,
     read_until,
     rest_of,
+    run_here,
     run_script,
     start_script,
     without_gloo,
@@ -56,7 +57,7 @@ def test_two_nodes_that_share_no_files(tmp_path, dataset, tokenizer, knobs):
         "final_result.json",
         "small.model",
     ]
-    alone = run_script(tmp_path / first, {**knobs, "BATCH_SLOTS": "16", "OUTPUT_DIR": "alone"})
+    alone = run_here(tmp_path / first, {**knobs, "BATCH_SLOTS": "16", "OUTPUT_DIR": "alone"})
     losses = [
         [float(s.split("val_loss:")[1].split()[0]) for s in text if "val_loss:" in s]
         for text in (lines, alone.stdout.splitlines())

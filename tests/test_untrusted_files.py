@@ -15,7 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, make_state, run_script, write_shard
+from conftest import (
+    ROOT,
+    make_state,
+    run_here,
+    write_shard,
+)
 
 from train_gpt import (
     GPT,
@@ -298,7 +303,7 @@ def test_a_file_far_too_large_is_refused_unread(tmp_path, quantized_knobs):
     path = tmp_path / "large.ptz"
     path.touch()
     os.truncate(path, 2**38)  # zeros that take no room on the disk
-    result = run_script(tmp_path, {**quantized_knobs, "EVAL_ONLY": str(path)})
+    result = run_here(tmp_path, {**quantized_knobs, "EVAL_ONLY": str(path)})
     assert result.returncode == 1
     assert result.stderr.startswith(f"ValueError: EVAL_ONLY='{path}' is too large for this model")
     with pytest.raises(InputError, match="is too large for this model"):
