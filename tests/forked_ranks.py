@@ -7,7 +7,9 @@ import os
 import runpy
 import sys
 
-import sentencepiece  # noqa: F401
+import torch._dynamo  # noqa: F401 (every optimizer imports it)
+from conftest import SCRIPT  # noqa: F401 (and with it the script, and all that it imports)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: F401
 
 outputs, ranks = sys.argv[1], int(sys.argv[2])
 children = []
