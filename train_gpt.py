@@ -1724,8 +1724,9 @@ def run(environ: Mapping[str, str], stop: StopRequest) -> int:
         state = TrainingState(runtime, gpt, model, optimizers, loader, Stopwatch(runtime))
         code = train_and_export(state, validation, stop)
     if runtime.distributed:
-        dist.barrier()  # all ranks leave together
-        dist.destroy_process_group()
+        # All ranks leave together. The process group ends with the process: to destroy it can hang,
+        # when gloo's thread wants the GIL to free what it holds.
+        dist.barrier()
     return code
 
 

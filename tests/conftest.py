@@ -39,16 +39,16 @@ TEXTS = [topics[name] for name in sorted(topics)][:40]
 
 
 def pytest_configure(config) -> None:
-    """Two files at a time share the cores. (Benchmarks import this file, too, and need all.)"""
+    """Files at a time share the cores. (Benchmarks import this file, too, and need all.)"""
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped without one")
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the script would inherit nohup's
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A whole folder: two files at a time. One file or test: this process, where pdb works."""
+    """A whole folder: three files at a time. One file or test: this process, where pdb works."""
     by_name = config.option.keyword or not all(Path(name).is_dir() for name in config.args)
-    return 0 if by_name else 2
+    return 0 if by_name else 3
 
 
 def train_tokenizer(**settings) -> bytes:
