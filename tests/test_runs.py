@@ -265,15 +265,10 @@ def test_untied_first_loss_is_ln_v(tmp_path, knobs):
 def untrained(tmp_path_factory, knobs):
     """The output of a run without a step, in which a torch for CUDA sees no GPU. (Where torch is
     made for the CPU, the version that it says is made up.)"""
-    folder = tmp_path_factory.mktemp("untrained")
-    (folder / "worker.py").write_text(
-        "import torch\n"
-        "torch.version.cuda = torch.version.cuda or '13.0'\n"
-        "import train_gpt\n"
-        "train_gpt.main()\n"
-    )
-    auto = {"DEVICE": "auto", "COMPILE": "auto", "ITERATIONS": "0", "PYTHONPATH": str(ROOT)}
-    result = run_script(folder, {**knobs, **auto}, script=folder / "worker.py")
+    auto = {"DEVICE": "auto", "COMPILE": "auto", "ITERATIONS": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "cuda", torch.version.cuda or "13.0")
+        result = run_here(tmp_path_factory.mktemp("untrained"), {**knobs, **auto})
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -288,7 +283,8 @@ def test_compiled_equals_eager(tmp_path, knobs):
     small = {"NUM_LAYERS": "1", "NUM_KV_HEADS": "4", "MLP_MULT": "1"}
     small |= {"ATEN_CPU_CAPABILITY": "default", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     environ = {**knobs, **small}
-    eager, compiled = (run_script(tmp_path, {**environ, "COMPILE": flag}) for flag in "01")
+    eager = run_here(tmp_path, {**environ, "COMPILE": "0"})
+    compiled = run_script(tmp_path, {**environ, "COMPILE": "1"})
     assert compiled.returncode == 0, compiled.stderr
     assert "compile:False" in eager.stdout and "compile:True" in compiled.stdout
     assert last_numbers(compiled.stdout) == pytest.approx(last_numbers(eager.stdout), abs=2e-3)
@@ -454,7 +450,7 @@ def error_before_training(capsys, knobs, folder: Path, **changes: str) -> str:
 
 
 def test_no_preset_and_no_data_names_both_ways_out(tmp_path):
-    error = error_of(run_script(tmp_path, {"DEVICE": "cpu"}))
+    error = error_of(run_here(tmp_path, {"DEVICE": "cpu"}))
     assert "./data/datasets/fineweb10B_sp1024" in error
     assert "python3 data/cached_challenge_fineweb.py --variant sp1024" in error
     assert "PRESET=demo python train_gpt.py" in error
@@ -499,7 +495,7 @@ def test_models_that_cannot_be_written_are_scored_all_the_same(single, tmp_path,
     """From memory. Each is written beside its place first, where a folder is in the way here."""
     for name in MODELS:
         (tmp_path / f"{name}.part").mkdir()
-    result = run_script(tmp_path, knobs)
+    result = run_here(tmp_path, knobs)
     assert result.returncode == 1
     assert result.stderr == (
         "ValueError: final_model.pt cannot be written: Is a directory\n"

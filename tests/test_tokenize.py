@@ -15,7 +15,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import ROOT, TEXTS, process_environ, run_script, train_tokenizer
+from conftest import ROOT, TEXTS, process_environ, run_here, train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -364,10 +364,10 @@ def test_a_training_run_on_the_result(exported, knobs):
         "DATA_PATH": str(exported / "datasets" / "fineweb10B_sp384"),
         "TOKENIZER_PATH": str(exported / "tokenizers" / "fineweb_384_bpe.model"),
     }
-    result = run_script(exported, environ)
+    result = run_here(exported, environ)
     assert result.returncode == 0, result.stderr
     environ["TOKENIZER_PATH"] = str(exported / "manifest.json")  # what a byte260 run would need
-    assert "must be a SentencePiece .model file" in run_script(exported, environ).stderr
+    assert "must be a SentencePiece .model file" in run_here(exported, environ).stderr
 
 
 def test_the_same_documents_give_the_same_files_and_no_old_shard_stays(exported, tmp_path):
