@@ -8,12 +8,14 @@ Every knob is an environment variable: a field of Hyperparameters, in capitals. 
 log is the result: the score of the compressed model on the disk.
 
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data, Evaluation, Export.
-Machinery, rarely edited: Runtime, Checkpoints, Training, main.
+Machinery, rarely edited: Runtime, Checkpoints, Training (where micro-steps add up and gradients are
+synchronized), main.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
+import collections
 import contextlib
 import difflib
 import fcntl
@@ -72,7 +74,7 @@ DEMO = (
     "TRAIN_LOG_EVERY=20 NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=2 NUM_KV_HEADS=1"
 )
 PRESETS = {"": {}, "demo": dict(knob.split("=") for knob in DEMO.split())}
-# No number but these may be below 0 ...
+# No number may be below 0, but for these ...
 FREE = ("qk_gain_init", "warmdown_iters")
 # ... and none of these may be 0.
 ABOVE_0 = (
@@ -115,7 +117,7 @@ class Hyperparameters:
     train_log_every: int = 200  # steps, after the first ten; 0: none
     # length of the run
     iterations: int = 20_000  # optimizer steps at most
-    warmdown_iters: int = 1200  # steps in which the learning rate falls to 0; 0: it never falls
+    warmdown_iters: int = 1200  # steps in which the rate falls to 0 (see lr_factor); 0: none
     warmdown_frac: float = 0.0  # instead: the last fraction of the run, in steps or in time
     warmup_steps: int = 20  # steps that prime compilation and are undone
     train_batch_tokens: int = 524_288  # tokens in an optimizer step
@@ -151,7 +153,7 @@ class Hyperparameters:
     # export
     int8_scale_floor: float = 1 / 127  # least int8 step of a row; 0: finer steps, more bytes
     control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # Adam, fp32
-    int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # fp32 there
+    int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # if small
 
     def files(self, split: str) -> str:
         """The glob pattern of the "train" or "val" shards."""
@@ -294,7 +296,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> None:
-    """Leave one attention backend enabled, the fastest that runs this model's attention here."""
+    """Leave one attention backend enabled, the first that runs this model's attention here."""
     H, K = hp.num_heads, hp.num_kv_heads
     # cuDNN leads on Hopper (sm_90); on Blackwell it has returned wrong numbers without an error.
     hopper = device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
@@ -303,7 +305,8 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == chosen)
         shape = (1, hp.train_seq_len, H + 2 * K, hp.model_dim // H)
         qkv = torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
-        with contextlib.suppress(RuntimeError):  # torch warns why a backend cannot
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells why a backend cannot
             attend(*qkv.split((H, K, K), dim=2)).sum().backward()
             return
 
@@ -326,8 +329,8 @@ class CausalSelfAttention(nn.Module):
         """(B, T, D) -> (B, T, D), times scale (D,)."""
         B, T, D = x.shape
         H, K = self.num_heads, self.num_kv_heads
-        # The one place where layers are not called: one product instead of three saves 3 % of a GPU
-        # step (counted). To give c_q, c_k or c_v a bias, a hook or LoRA, call all three.
+        # The one place where linear layers are not called: a single product saves 3 % of a GPU step
+        # (counted). To give c_q, c_k or c_v a bias, a hook or LoRA, call all three.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
         qkv = F.linear(x, weight.to(x.dtype)).view(B, T, H + 2 * K, D // H)
         qk, v = qkv.split((H + K, K), dim=2)
@@ -399,7 +402,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """After torch's own initialization. Matrices are rounded to bf16 now, not later."""
+        """After torch's own. Matrices are rounded to bf16, so that all dtypes start alike."""
         if self.lm_head is None:
             self.tok_emb.weight.normal_(std=self.hp.tied_embed_init_std)
         patterns = self.hp.control_tensor_name_patterns
@@ -562,9 +565,13 @@ def build_optimizers(
 
 # ---- Schedules -----------------------------------------------------------------------------------
 def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
-    """What scales all learning rates at step (from 0), elapsed_ms into the training time: 1, then
-    a line down to 0 over WARMDOWN_FRAC of the run, in steps or in time, whichever ends first; else
-    over WARMDOWN_ITERS steps, under a cap over the time they take at the average speed."""
+    """What scales all learning rates at step (from 0), elapsed_ms into the training time: 1, then a
+    straight line down to 0
+
+        WARMDOWN_FRAC > 0      over that part of the run, in steps or time, whichever ends first
+        no wallclock cap       over the last WARMDOWN_ITERS steps
+        under a cap            over the time of so many steps before it; ITERATIONS does not count
+    """
     cap_ms = 1000 * hp.max_wallclock_seconds
     remaining_ms = max(cap_ms - elapsed_ms, 0.0)
     remaining_steps = max(hp.iterations - step, 0)
@@ -599,7 +606,7 @@ WAYS_TO_DATA = """\
 
 
 def require_file(path: str | Path, name: str) -> None:
-    """A pipe may never end."""
+    """Raise InputError unless path is a regular file that can be read: a pipe may never end."""
     readable = os.path.isfile(path) and os.access(path, os.R_OK)
     require(readable, f"{name} is not a file that can be read: check the path")
 
@@ -637,15 +644,16 @@ class TokenStream:
         self.shards = [load_data_shard(path) for path in self.paths]
         self.shard = 0  # the next token is number `position` of number `shard`
         self.position = 0
-        require(any(map(len, self.shards)), f"{pattern}: no tokens in any shard: get them again")
+        require(any(map(len, self.shards)), f"{pattern}: the shards hold no tokens: get them again")
 
     def take(self, n: int) -> Tensor:
         """The next n tokens, uint16 (n,)."""
         parts = [torch.empty(0, dtype=torch.uint16)]
         while n > 0:
             part = self.shards[self.shard][self.position : self.position + n]
-            for i in np.flatnonzero(part.numpy() >= self.vocab_size):
-                token = f"token id {part.numpy()[i]} at position {self.position + i}"
+            wrong = np.flatnonzero(part.numpy() >= self.vocab_size)
+            if len(wrong):
+                token = f"token id {part.numpy()[wrong[0]]} at position {self.position + wrong[0]}"
                 limit = f"is not below VOCAB_SIZE={self.vocab_size}: set that of its tokenizer"
                 raise InputError(f"{self.paths[self.shard]}: {token} {limit}")
             parts.append(part)
@@ -665,7 +673,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 class DistributedTokenLoader:
     """Deals one token stream out to the ranks in disjoint spans, the same for every world size,
-    and reads one batch ahead."""
+    and reads one batch ahead. A span's last token is a target only."""
 
     def __init__(
         self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
@@ -690,14 +698,14 @@ class DistributedTokenLoader:
         require(local > 0 and local % seq_len == 0, problem)
         if self.ahead is None or len(self.ahead) != local + 1:  # with the last target
             self.seek(self.position)
-            self.ahead = self.read_ahead(local + 1)
+            self.ahead = self.read_span(local + 1)
         tokens = self.ahead.to(torch.int64)
         self.position = (self.stream.shard, self.stream.position)
-        self.ahead = self.read_ahead(local + 1)
+        self.ahead = self.read_span(local + 1)
         self.waited += time.perf_counter() - started
         return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
 
-    def read_ahead(self, span: int) -> Tensor:
+    def read_span(self, span: int) -> Tensor:
         """Of the next W spans rank r keeps number r."""
         tokens = self.stream.take(self.world_size * span)
         return upload(tokens.view(-1, span)[self.rank], self.device)
@@ -737,7 +745,7 @@ class TokenBytes:
 
 
 def load_tokenizer(hp: Hyperparameters) -> TokenBytes:
-    """Of the SentencePiece model at TOKENIZER_PATH."""
+    """The byte counts of the SentencePiece model at TOKENIZER_PATH."""
     knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
     if not os.path.isfile(hp.tokenizer_path):
         raise FileNotFoundError(f"{knob} is not a file\n{WAYS_TO_DATA}")
@@ -785,7 +793,7 @@ class Validation:
 
 
 def rank_batches(num_windows: int, hp: Hyperparameters, runtime: "Runtime") -> list[slice]:
-    """This rank's part of all windows, in batches of VAL_BATCH_SIZE tokens over all ranks."""
+    """This rank's part of all windows, in batches of VAL_BATCH_SIZE / BATCH_SLOTS tokens."""
     first = num_windows * runtime.rank // runtime.world_size
     last = num_windows * (runtime.rank + 1) // runtime.world_size
     size = hp.val_batch_size // hp.batch_slots // hp.train_seq_len
@@ -848,7 +856,8 @@ def abs_quantile(rows: Tensor, q: float) -> Tensor:
 
 
 def quantize_tensor(weight: Tensor, scale_floor: float) -> tuple[Tensor, Tensor]:
-    """weight as int8, and the scale: of each row of a matrix in fp16, else of the whole in fp32."""
+    """weight as int8, and the scale: of each row of a matrix in fp16, else of the whole in fp32. No
+    row's scale is below scale_floor: at 1/127 a row of values up to 0.1 gets 12 steps a side."""
     is_matrix = weight.ndim == 2
     rows = weight.float() if is_matrix else weight.float().reshape(1, -1)
     clip = abs_quantile(rows, INT8_CLIP_QUANTILE)[:, None]
@@ -863,8 +872,8 @@ def quantize_state_dict_int8(
     keep_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS,
     scale_floor: float = 1 / 127,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """The object that an artifact holds, and counts of what went in. Large floating-point tensors
-    become int8, small ones fp16, or fp32 if their name holds one of keep_patterns."""
+    """The object that an artifact holds, and counts. Large floating-point tensors become int8;
+    small ones fp16, or fp32 if their name holds one of keep_patterns."""
     parts = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
     obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
     for name, tensor in state_dict.items():
@@ -897,8 +906,8 @@ def quantize_state_dict_int8(
 
 
 def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state_dict that quantize_state_dict_int8 was given, but for rounding. Raises ValueError
-    if a tensor has neither one scale nor one for each row."""
+    """The state_dict from an object of quantize_state_dict_int8, in the dtypes it remembers. Raises
+    ValueError if a tensor has neither one scale nor one for each row."""
     tensors = {name: tensor.clone() for name, tensor in obj["passthrough"].items()}
     for name, values in obj["quantized"].items():
         scale = obj["scales"][name]
@@ -911,7 +920,7 @@ def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def tensor_bytes(obj: Any) -> int:
-    """The bytes of all tensors in nested dictionaries."""
+    """The bytes of all tensors in nested dictionaries, if none shares its memory."""
     if isinstance(obj, Mapping):
         return sum(tensor_bytes(value) for value in obj.values())
     return obj.numel() * obj.element_size() if isinstance(obj, Tensor) else 0
@@ -924,7 +933,7 @@ def serialize(obj: Any) -> bytes:
 
 
 def size_limit(gpt: nn.Module) -> int:
-    """More bytes than any file of gpt's has: at most three fp32 values for a weight."""
+    """More bytes than any file of gpt's has, unpacked: at most three fp32 values for a weight."""
     return 16 * sum(p.numel() for p in gpt.parameters()) + 2**24
 
 
@@ -935,17 +944,17 @@ def unpack(data: bytes, name: str, limit: int) -> dict[str, Any]:
         if not data.startswith(b"PK"):  # as the zip files of torch.save do
             inflate = zlib.decompressobj()
             data = inflate.decompress(data, limit)
-            assert inflate.eof, "it is cut short, or too large when unpacked"
+            require(inflate.eof, "it is cut short, or too large when unpacked")
         archive = zipfile.ZipFile(io.BytesIO(data))
         size = sum(entry.file_size for entry in archive.infolist())
-        assert size <= limit, f"it is too large when unpacked: {size} bytes"
-        assert archive.testzip() is None, "a checksum is wrong"  # torch does not look at them
+        require(size <= limit, f"it is too large when unpacked: {size} bytes")
+        require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
         obj = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        assert isinstance(obj, dict), "it holds no dictionary"
-        assert tensor_bytes(obj) <= limit, "its tensors are too large when unpacked"
+        require(isinstance(obj, dict), "it holds no dictionary")
+        require(tensor_bytes(obj) <= limit, "its tensors are too large when unpacked")
         return obj
     except Exception as error:  # zlib, zipfile and torch each have their own
-        reason = error if isinstance(error, AssertionError) else type(error).__name__
+        reason = error if isinstance(error, InputError) else type(error).__name__
         raise InputError(f"{name} is no model file, or is damaged: {reason}") from None
 
 
@@ -955,7 +964,8 @@ def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
     try:
         obj = obj["model"] if "checkpoint_format" in obj else obj
         if "__quant_format__" in obj:
-            gpt.load_state_dict(obj["quantized"] | obj["passthrough"])  # shapes, before they grow
+            # Wrong shapes are refused before dequantizing makes them four times larger.
+            gpt.load_state_dict(obj["quantized"] | obj["passthrough"])
             obj = dequantize_state_dict_int8(obj)
         gpt.load_state_dict(obj)
     except Exception as error:  # a foreign file may hold anything
@@ -985,7 +995,7 @@ class Log:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"RUN_ID={hp.run_id!r} is running already: set another") from None
-        except OSError as error:  # once it is open, the file lies where there are no locks
+        except OSError as error:  # if the file is open, its file system has no locks
             problem = f"OUTPUT_DIR={hp.output_dir!r} must be writable: {error}"
             require(self.file is not None, problem)
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
@@ -1027,14 +1037,14 @@ class Runtime:
     log: Log = Log()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
+        """The values of all ranks, on every rank. Every rank must call it."""
         values = [value] * self.world_size
         if self.distributed:
             dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Rank 0's value, on every rank. Every rank must call it."""
         box = [value]
         if self.distributed:
             dist.broadcast_object_list(box, src=0)
@@ -1083,6 +1093,7 @@ def open_device(hp: Hyperparameters, environ: Mapping[str, str], local_rank: int
 
 
 def has_fast_bf16(device: torch.device) -> bool:
+    """Without hardware for its products, bf16 is slower than fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     cpuinfo = Path("/proc/cpuinfo")
@@ -1114,7 +1125,7 @@ def compile_and_wrap(gpt: GPT, runtime: Runtime) -> tuple[nn.Module, Callable]:
     model: nn.Module = gpt
     newton_schulz_fn = newton_schulz
     compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
-    if compiled:
+    if compiled:  # a hook or a print that torch cannot trace needs COMPILE=0
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
         newton_schulz_fn = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
     if runtime.distributed:
@@ -1129,7 +1140,8 @@ def compile_and_wrap(gpt: GPT, runtime: Runtime) -> tuple[nn.Module, Callable]:
 
 class StopRequest:
     """A wish to end after the step in hand: SIGTERM, SIGINT, SIGHUP (unless ignored, as under
-    nohup), or a torchrun that is gone. A second signal ends the process at once."""
+    nohup), or a torchrun that is gone. The exit code is 128 + signal. A second signal, and one
+    outside of training, ends the process at once."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.signum = 0
@@ -1143,8 +1155,8 @@ class StopRequest:
 
     def handle(self, signum: int, frame: Any) -> None:
         if not self.signum:
-            self.signum = signum
             self.time = time.monotonic()
+            self.signum = signum
         elif time.monotonic() > self.time + 1:  # before, it is torchrun's copy of the first
             os._exit(128 + signum)
 
@@ -1155,9 +1167,9 @@ class StopRequest:
 
 
 def report_error(error: Exception, environ: Mapping[str, str]) -> None:
-    """Say why the run fails, also in the file that torchrun repeats as its last words. What all
-    ranks meet rank 0 says; who lost another rank (a RuntimeError) lets it speak: torchrun ends
-    those that wait."""
+    """Say why the run fails, also in the file that torchrun repeats as its last words. Rank 0
+    speaks first of what all ranks meet. A rank that has lost another (a RuntimeError) waits, so
+    that the other is heard: torchrun ends those that wait."""
     is_users = isinstance(error, InputError | OSError)
     if isinstance(error, RuntimeError) or (is_users and environ.get("RANK", "0") != "0"):
         time.sleep(1)
@@ -1208,7 +1220,7 @@ def read_file(path: str | Path, name: str, gpt: GPT) -> bytes:
 @dataclass
 class TrainingState:
     """All that a step changes, and its files OUTPUT_DIR/checkpoints/RUN_ID/step_*.pt, which are
-    rank 0's. What a checkpoint holds is what `snapshot` returns."""
+    rank 0's. A checkpoint holds what `snapshot` returns, the knobs and the data's fingerprint."""
 
     runtime: Runtime
     gpt: GPT
@@ -1246,7 +1258,7 @@ class TrainingState:
             "stream": self.loader.position,
             "random": rng,
             "model": model,
-            "optimizers": {k: v for part in self.runtime.gather(held) for k, v in part.items()},
+            "optimizers": dict(collections.ChainMap(*self.runtime.gather(held))),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -1366,7 +1378,7 @@ class TrainingState:
 
 # ---- Training ------------------------------------------------------------------------------------
 class Stopwatch:
-    """Training time without pauses."""
+    """Training time without pauses, by the device's clock."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -1407,7 +1419,7 @@ class Stopwatch:
 
 
 def require_finite(what: str, value: float, step: int) -> None:
-    advice = "go back to the last checkpoint, with lower learning rates or GRAD_CLIP_NORM"
+    advice = "go back to the last checkpoint, with lower learning rates or with GRAD_CLIP_NORM"
     require(math.isfinite(value), f"step:{step} the {what} is {value}: {advice}")
 
 
@@ -1443,8 +1455,8 @@ def warm_up(state: TrainingState) -> None:
     wanted = state.gpt.hp.warmup_steps
     start = state.snapshot()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.gpt.hp, 0))
-    # At least one with several ranks: DDP regroups its buckets, and so rounds otherwise, after a
-    # process's first step.
+    # At least one with several ranks: DDP regroups its buckets after the first step of a process,
+    # which changes how sums are rounded.
     for step in range(1, max(wanted, int(state.runtime.distributed)) + 1):
         state.runtime.log.show(f"warmup_step:{step - 1}/{wanted}")
         train_step(state)
@@ -1460,7 +1472,6 @@ def validate(state: TrainingState, validation: Validation) -> float:
     loss = evaluate(state.model, validation.tokens, hp, runtime)
     times = state.stopwatch.report(state.step) + validation.partial
     runtime.log(f"step:{state.step}/{hp.iterations} {validation.scores(loss)} {times}")
-    require_finite("val_loss", loss, state.step)
     return loss
 
 
@@ -1482,7 +1493,7 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
         if signum or finished:
             return capped, signum
         if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
-            validate(state, validation)
+            require_finite("val_loss", validate(state, validation), state.step)
             stopwatch.start()
 
         factor = lr_factor(hp, state.step, elapsed_ms)
@@ -1501,8 +1512,8 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
         if due:
             require_finite("train_loss", loss, state.step)
         if state.step == 10 and factor < 1 and hp.warmdown_frac == 0 < cap_ms:
-            long = f"WARMDOWN_ITERS={hp.warmdown_iters} such steps are longer than the run"
-            runtime.log(f"warmdown:begun already: {long}: try WARMDOWN_FRAC=0.2, its last fifth")
+            problem = f"WARMDOWN_ITERS={hp.warmdown_iters} such steps are longer than the run"
+            runtime.log(f"warmdown:begun already: {problem}: try WARMDOWN_FRAC=0.2, its last fifth")
 
 
 # ---- main ----------------------------------------------------------------------------------------
@@ -1510,8 +1521,9 @@ def prepare_demo(hp: Hyperparameters, log: Log) -> None:
     """Build the demo's data. Each rank calls the builder, which has a lock."""
     script = Path(__file__).with_name("data") / "demo_corpus.py"
     command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    require(result.returncode == 0, f"PRESET=demo: {script} failed, see above")
+    result = subprocess.run(command, capture_output=True, text=True)
+    reason = (result.stderr.strip() or "no message").splitlines()[-1]
+    require(result.returncode == 0, f"PRESET=demo: {script} failed: {reason}")
     log(result.stdout.rstrip())
 
 
@@ -1541,8 +1553,8 @@ def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: 
 
 def check_replicas(state: TrainingState) -> None:
     """The weights and Adam's step counts of all ranks must have the same bits."""
-    held = [held for optimizer in state.optimizers for held in optimizer.state.values()]
-    steps = [int(values["step"]) for values in held if "step" in values]
+    states = [held for optimizer in state.optimizers for held in optimizer.state.values()]
+    steps = [int(held["step"]) for held in states if "step" in held]
     weights = {name: tensor.cpu() for name, tensor in state.gpt.state_dict().items()}
     digests = state.runtime.gather(hashlib.sha256(serialize((steps, weights))).digest())
     strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -1553,7 +1565,7 @@ def check_replicas(state: TrainingState) -> None:
 
 
 def log_memory_and_speed(state: TrainingState) -> None:
-    """Peak memory of the GPU, else of the process; the share of the time spent without data."""
+    """Peak memory of the GPU, else of the process; speed; the share of the time that data took."""
     unit = 1 if sys.platform == "darwin" else 1024
     allocated = reserved = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if state.runtime.device.type == "cuda":
@@ -1568,7 +1580,8 @@ def log_memory_and_speed(state: TrainingState) -> None:
 
 
 def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, int], list[str]]:
-    """Write the models. Returns the artifact, from the disk if it is there; sizes; problems."""
+    """Write the models. Returns the artifact (read back if both could be written), sizes, and
+    problems."""
     hp = gpt.hp
     state_dict = {name: tensor.cpu() for name, tensor in gpt.state_dict().items()}
     patterns = hp.int8_keep_float_fp32_name_patterns
@@ -1604,7 +1617,8 @@ def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, int], list[str]]:
 def score(
     model: nn.Module, validation: Validation, hp: Hyperparameters, runtime: Runtime
 ) -> dict[str, float]:
-    """The last lines: the score of weights that come from a file."""
+    """The last lines: the score of the weights that gpt has now. Raises InputError if it is no
+    finite number."""
     name = "final_int8_zlib_roundtrip"
     tokens = validation.tokens
     end = validation.partial
@@ -1662,6 +1676,7 @@ def train_and_export(state: TrainingState, validation: Validation, stop: StopReq
     train_ms = state.stopwatch.elapsed_ms()
     if capped:
         runtime.log(f"stopping_early: wallclock_cap train_time:{train_ms:.0f}ms {steps}")
+    require_finite("val_loss", val_loss, state.step)
     check_replicas(state)
     log_memory_and_speed(state)
 

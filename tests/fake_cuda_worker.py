@@ -169,7 +169,7 @@ def main() -> None:
         optimizers = train_gpt.build_optimizers(gpt, runtime.dtype)
         stopwatch = train_gpt.Stopwatch(runtime)
         state = train_gpt.TrainingState(runtime, gpt, gpt, optimizers, loader, stopwatch)
-        check("the batch read ahead", lambda: places(loader.read_ahead(hp.train_seq_len + 1)))
+        check("the batch read ahead", lambda: places(loader.read_span(hp.train_seq_len + 1)))
         check("a batch", lambda: places(loader.next_batch(hp.train_batch_tokens, 32, 1)))
         check("a step", lambda: places(train_gpt.train_step(state)))
         check("the optimizers after a step", lambda: places(held_by(state)))

@@ -39,7 +39,8 @@ def make_state(hp: Hyperparameters, dtype: torch.dtype) -> TrainingState:
     """What a run on one GPU has before its first step; compiled if hp.compile says so."""
     runtime = Runtime(0, 1, False, GPU, dtype)
     torch.manual_seed(hp.seed)
-    gpt = GPT(hp, dtype, train_gpt.choose_attention(hp, GPU, dtype)).to(GPU)
+    train_gpt.choose_attention(hp, GPU, dtype)
+    gpt = GPT(hp, dtype).to(GPU)
     model, newton_schulz_fn = train_gpt.compile_and_wrap(gpt, runtime)
     loader = train_gpt.DistributedTokenLoader(hp.files("train"), 0, 1, GPU, hp.vocab_size)
     optimizers = train_gpt.build_optimizers(gpt, dtype, newton_schulz_fn)
@@ -57,7 +58,8 @@ def loss_and_gradients(dtype: torch.dtype, compiled: bool) -> list[Tensor]:
     """Of two wide layers, in which no weight is zero, as it would be at the start."""
     hp = Hyperparameters(num_layers=2, train_seq_len=256, compile=str(int(compiled)))
     torch.manual_seed(0)
-    gpt = GPT(hp, dtype, train_gpt.choose_attention(hp, GPU, dtype)).to(GPU)
+    train_gpt.choose_attention(hp, GPU, dtype)
+    gpt = GPT(hp, dtype).to(GPU)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in gpt.parameters():

@@ -88,7 +88,7 @@ class ThreeProductAttention(CausalSelfAttention):
         q, k, v = (layer(x).unflatten(-1, (-1, h)) for layer in (self.c_q, self.c_k, self.c_v))
         q, k = (train_gpt.apply_rotary(train_gpt.rms_norm(y), cos, sin) for y in (q, k))
         q = q * self.q_gain.to(x.dtype)[:, None]
-        y = attend(q, k, v, self.takes_groups).reshape(x.shape)
+        y = attend(q, k, v).reshape(x.shape)
         return self.proj(y, scale)
 
 
@@ -97,9 +97,10 @@ def orthogonalize_singly(matrices: list[Tensor], *settings: Any) -> list[Tensor]
     return [orthogonalize([matrix], *settings)[0] for matrix in matrices]
 
 
-def attend_repeating(q: Tensor, k: Tensor, v: Tensor, _: bool) -> Tensor:
+def attend_repeating(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention to keys and values that are repeated for their query heads."""
-    return attend(q, k, v, False)
+    group = q.size(2) // k.size(2)
+    return attend(q, k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2))
 
 
 class ReadingLoader(plain.PlainLoader):
@@ -185,12 +186,13 @@ ITEMS = {  # with the item, without it
 
 def obstacles(hp: Hyperparameters, runtime: Runtime, compiles: bool) -> dict[str, str]:
     """Why items have no meaning here."""
-    takes_groups = train_gpt.choose_attention(hp, runtime.device, runtime.dtype)
+    train_gpt.choose_attention(hp, runtime.device, runtime.dtype)
+    repeats = runtime.device.type == "cuda" and runtime.dtype == torch.float32
     W, slots = runtime.world_size, hp.batch_slots
     rules = [
         ("casts", runtime.dtype != torch.bfloat16, "the dtype is fp32"),
         ("groups", hp.num_heads == hp.num_kv_heads, "there are as many keys as queries"),
-        ("groups", not takes_groups, "the trainer too repeats for this device"),
+        ("groups", repeats, "the trainer too repeats in fp32 on a GPU"),
         ("item", runtime.device.type == "cpu", "a CPU's work is done when Python goes on"),
         ("compile", not compiles, "it takes long: ask for it with --compile"),
         ("static_graph", not runtime.distributed, "it needs torchrun"),

@@ -46,8 +46,8 @@ def write_random_shards(folder: Path, vocab_size: int, count: int = 4, tokens: i
 def build_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
     """What a run has before its first step, compiled and wrapped as the knobs say."""
     torch.manual_seed(hp.seed)
-    takes_groups = train_gpt.choose_attention(hp, runtime.device, runtime.dtype)
-    gpt = train_gpt.GPT(hp, runtime.dtype, takes_groups).to(runtime.device)
+    train_gpt.choose_attention(hp, runtime.device, runtime.dtype)
+    gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
     model, newton_schulz_fn = train_gpt.compile_and_wrap(gpt, runtime)
     optimizers = train_gpt.build_optimizers(gpt, runtime.dtype, newton_schulz_fn)
     place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
