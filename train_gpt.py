@@ -625,9 +625,8 @@ def load_data_shard(path: str | Path) -> Tensor:
     magic, version, num_tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
     kind = [magic, version]
     again = "get the file again"
-    require(
-        kind == SHARD_MAGIC_AND_VERSION, f"{path}: no token shard, it begins with {kind}: {again}"
-    )
+    problem = f"{path}: no token shard, it begins with {kind}: {again}"
+    require(kind == SHARD_MAGIC_AND_VERSION, problem)
     fits = size == SHARD_HEADER_BYTES + 2 * num_tokens >= SHARD_HEADER_BYTES
     require(fits, f"{path}: {size} bytes are not {num_tokens} tokens: {again}")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
@@ -1017,7 +1016,7 @@ class Log:
             self.file.write(f"{line}\n")
 
     def show(self, status: str) -> None:
-        """Below the last line of a terminal, at most four times a second."""
+        """On a terminal, show a status below the last line, at most four times a second."""
         if self.file and os.isatty(1) and time.monotonic() > self.status_time + 0.25:
             self.status_time = time.monotonic()
             self.clear = "\x1b[K"
@@ -1391,7 +1390,7 @@ class Stopwatch:
         self.last_step: Any = None  # the device's event behind its work
 
     def start(self) -> None:
-        """When the devices of all ranks have nothing left to do."""
+        """Start, or go on, when the devices of all ranks have nothing left to do."""
         self.device.synchronize()
         self.runtime.gather(None)
         self.started = time.perf_counter()
@@ -1553,6 +1552,8 @@ def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: 
 
 def check_replicas(state: TrainingState) -> None:
     """The weights and Adam's step counts of all ranks must have the same bits."""
+    if not state.runtime.distributed:
+        return
     states = [held for optimizer in state.optimizers for held in optimizer.state.values()]
     steps = [int(held["step"]) for held in states if "step" in held]
     weights = {name: tensor.cpu() for name, tensor in state.gpt.state_dict().items()}
@@ -1560,8 +1561,7 @@ def check_replicas(state: TrainingState) -> None:
     strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if strays:
         raise RuntimeError(f"the weights or step counts of ranks {strays} differ from rank 0's")
-    if state.runtime.distributed:
-        state.runtime.log("replicas:identical")
+    state.runtime.log("replicas:identical")
 
 
 def log_memory_and_speed(state: TrainingState) -> None:

@@ -22,15 +22,7 @@ SCRIPT = ROOT / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
 
 import train_gpt  # noqa: E402
-from train_gpt import (  # noqa: E402
-    GPT,
-    DistributedTokenLoader,
-    Hyperparameters,
-    Runtime,
-    Stopwatch,
-    TrainingState,
-    build_optimizers,
-)
+from train_gpt import Hyperparameters, Runtime, TrainingState  # noqa: E402
 
 ALONE = Runtime(0, 1, False, torch.device("cpu"), torch.float32)  # one process, which logs nothing
 
@@ -39,7 +31,7 @@ TEXTS = [topics[name] for name in sorted(topics)][:40]
 
 
 def pytest_configure(config) -> None:
-    """Files at a time share the cores. (Benchmarks import this file, too, and need all.)"""
+    """Several files at a time share the cores. (Benchmarks import this file, too, and need all.)"""
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped without one")
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the script would inherit nohup's
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
@@ -124,6 +116,13 @@ def small_knobs(dataset: Path, tokenizer: Path) -> dict[str, str]:
     }
 
 
+def write_small_run(folder: Path) -> dict[str, str]:
+    """The small knobs, and in `folder` the tokenizer and the shards that they name."""
+    tokenizer = write_tokenizer(folder)
+    write_dataset(folder, tokenizer)
+    return small_knobs(folder, tokenizer)
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
@@ -142,13 +141,17 @@ def knobs(dataset, tokenizer) -> dict[str, str]:
 
 
 def make_state(hp: Hyperparameters, runtime: Runtime = ALONE) -> TrainingState:
-    """What a run of one process has before its first step, with the weights of its seed."""
+    """What a run has before its first step: the weights of its seed, compiled and wrapped as the
+    knobs say."""
     torch.manual_seed(hp.seed)
-    gpt = GPT(hp, runtime.dtype)
+    train_gpt.choose_attention(hp, runtime.device, runtime.dtype)
+    gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
+    model, newton_schulz_fn = train_gpt.compile_and_wrap(gpt, runtime)
     place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
-    loader = DistributedTokenLoader(hp.files("train"), *place)
-    optimizers = build_optimizers(gpt, runtime.dtype)
-    return TrainingState(runtime, gpt, gpt, optimizers, loader, Stopwatch(runtime))
+    loader = train_gpt.DistributedTokenLoader(hp.files("train"), *place)
+    optimizers = train_gpt.build_optimizers(gpt, runtime.dtype, newton_schulz_fn)
+    stopwatch = train_gpt.Stopwatch(runtime)
+    return TrainingState(runtime, gpt, model, optimizers, loader, stopwatch)
 
 
 @pytest.fixture(scope="session")
@@ -201,11 +204,10 @@ def run_script(
     environ: dict[str, str],
     ranks: int = 0,
     script: Path = SCRIPT,
-    args: list[str] = (),  # of the script
 ) -> subprocess.CompletedProcess:
     """The script as a process in `folder`; under torchrun if ranks > 0."""
     result = subprocess.run(
-        [*launch_command(ranks), str(script), *args],
+        [*launch_command(ranks), str(script)],
         cwd=folder,
         env=process_environ(environ, 1),  # more threads would only wait for each other
         capture_output=True,
@@ -220,7 +222,8 @@ def run_here(folder: Path, environ: dict[str, str]) -> subprocess.CompletedProce
     """What run_script does, but in this process, which saves the three seconds of a start: for
     tests of what a run prints and leaves, not of how its process ends."""
     output, errors = io.StringIO(), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (2, 15, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     home, threads, code = os.getcwd(), torch.get_num_threads(), 1
     os.chdir(folder)
     torch.set_num_threads(1)

@@ -49,7 +49,6 @@ def main() -> None:
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.open_runtime(hp, os.environ)
     state = make_state(hp, runtime)
-    state.model, _ = train_gpt.compile_and_wrap(state.gpt, runtime)
     counter = [0]
     state.model.register_comm_hook(counter, counting_hook)
     keeper = GradientKeeper(state.gpt)

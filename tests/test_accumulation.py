@@ -4,12 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import (
-    ALONE,
-    ROOT,
-    make_state,
-    run_ranks,
-)
+from conftest import ALONE, ROOT, make_state, run_ranks
 from rank_worker import GradientKeeper
 
 from train_gpt import (

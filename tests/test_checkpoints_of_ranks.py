@@ -177,7 +177,8 @@ def test_ranks_that_start_again_do_not_meet_the_ones_before(tmp_path, knobs):
     agent = start_script(tmp_path, environ, ranks=2, restarts=1, script=worker)
     output = rest_of(agent, seconds=40)
     errors = (tmp_path / "stderr.txt").read_text()
-    finished(subprocess.CompletedProcess([], agent.returncode, output, errors))
+    lines = finished(subprocess.CompletedProcess([], agent.returncode, output, errors))
+    assert "replicas:identical" in lines
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint_and_stop_all_ranks(tmp_path, knobs):

@@ -10,12 +10,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-from conftest import (
-    ROOT,
-    SCRIPT,
-    process_environ,
-    run_here,
-)
+from conftest import ROOT, SCRIPT, process_environ, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from scipy import integrate, stats

@@ -10,12 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    ALONE,
-    ROOT,
-    make_state,
-    run_ranks,
-)
+from conftest import ALONE, ROOT, make_state, run_ranks
 from edited_script import EDITS
 from torch import Tensor, nn
 

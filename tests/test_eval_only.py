@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    run_here,
-    run_ranks,
-    scores,
-)
+from conftest import run_here, run_ranks, scores
 
 from train_gpt import GPT, Hyperparameters, InputError, load_weights
 

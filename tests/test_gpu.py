@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run_script, write_shard
+from conftest import make_state, run_script, write_shard
 from torch import Tensor
 
 import train_gpt
-from train_gpt import ATTENTION_BACKENDS, GPT, Hyperparameters, Runtime, TrainingState
+from train_gpt import ATTENTION_BACKENDS, GPT, Hyperparameters, Runtime
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,17 +35,8 @@ def backends() -> Iterator[None]:
         getattr(torch.backends.cuda, f"enable_{name}")(enabled)
 
 
-def make_state(hp: Hyperparameters, dtype: torch.dtype) -> TrainingState:
-    """What a run on one GPU has before its first step; compiled if hp.compile says so."""
-    runtime = Runtime(0, 1, False, GPU, dtype)
-    torch.manual_seed(hp.seed)
-    train_gpt.choose_attention(hp, GPU, dtype)
-    gpt = GPT(hp, dtype).to(GPU)
-    model, newton_schulz_fn = train_gpt.compile_and_wrap(gpt, runtime)
-    loader = train_gpt.DistributedTokenLoader(hp.files("train"), 0, 1, GPU, hp.vocab_size)
-    optimizers = train_gpt.build_optimizers(gpt, dtype, newton_schulz_fn)
-    stopwatch = train_gpt.Stopwatch(runtime)
-    return TrainingState(runtime, gpt, model, optimizers, loader, stopwatch)
+def on_gpu(dtype: torch.dtype) -> Runtime:
+    return Runtime(0, 1, False, GPU, dtype)
 
 
 def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
@@ -85,7 +76,7 @@ def test_compiled_against_eager():
 
 def losses(hp: Hyperparameters, dtype: torch.dtype, seed: int) -> Tensor:
     """Of 50 steps, in means of 10: (5,)."""
-    state = make_state(dataclasses.replace(hp, seed=seed), dtype)
+    state = make_state(dataclasses.replace(hp, seed=seed), on_gpu(dtype))
     steps = torch.stack([train_gpt.train_step(state) for _ in range(50)])
     assert steps.device == GPU
     return steps.cpu().unflatten(0, (-1, 10)).mean(1)
@@ -174,7 +165,7 @@ def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_p
     """Eight slots of 65,536 tokens, compiled, with both optimizers."""
     tokens = torch.randint(1024, (600_000,), generator=torch.Generator().manual_seed(0))
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens.numpy())
-    state = make_state(Hyperparameters(data_path=str(tmp_path)), torch.bfloat16)
+    state = make_state(Hyperparameters(data_path=str(tmp_path)), on_gpu(torch.bfloat16))
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):  # in the second one there is optimizer state
         train_gpt.train_step(state)

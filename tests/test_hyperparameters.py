@@ -10,11 +10,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from conftest import (
-    SCRIPT,
-    run_here,
-    run_script,
-)
+from conftest import SCRIPT, run_here, run_script
 
 from train_gpt import (
     ABOVE_0,
@@ -193,6 +189,9 @@ def test_every_number_has_a_range_or_is_free():
     kinds = get_type_hints(Hyperparameters)
     numbers = {name for name, kind in kinds.items() if kind in (int, float)}
     assert {*ABOVE_0, *BELOW_1, *FREE, *MINUS_1_IS_0} <= numbers
+    assert set(FREE) == {"warmdown_iters", "qk_gain_init"}
+    for name in FREE:
+        Hyperparameters.from_env({name.upper(): "-5"})
     for name in numbers:
         for value, refused in ((0, name in ABOVE_0), (-5, name not in FREE)):
             lines = dataclasses.replace(Hyperparameters(), **{name: value}).problems()

@@ -69,22 +69,22 @@ def test_two_nodes_that_share_no_files(tmp_path, dataset, tokenizer, knobs):
 
 FAULT = """
 def train_step(state, train_step=train_gpt.train_step):
-    assert state.runtime.rank != 1 or state.step < 3, "the fault of rank 1"
+    assert state.runtime.rank != 2 or state.step < 3, "the fault of rank 2"
     return train_step(state)
 
 train_gpt.train_step = train_step"""
 
 
 def test_a_rank_that_raises_takes_the_run_down_with_its_own_error_last(tmp_path, knobs):
-    """Rank 1 breaks in step 4, as one with an edited script may."""
+    """Rank 2 breaks in step 4, as one with an edited script may."""
     started = time.monotonic()
-    result = run_script(tmp_path, knobs, ranks=2, script=write_worker(tmp_path, FAULT))
+    result = run_script(tmp_path, knobs, ranks=4, script=write_worker(tmp_path, FAULT))
     assert time.monotonic() - started < 30
     assert result.returncode == 1
     assert "step:3/6 train_loss" in result.stdout and "step:4/6" not in result.stdout
     errors = [s for s in result.stderr.splitlines() if "Error: " in s]
-    assert errors[0] == errors[-1].strip() == "AssertionError: the fault of rank 1", errors
-    assert last_words(result) == errors[-1] and "rank      : 1 " in result.stderr
+    assert errors[0] == errors[-1].strip() == "AssertionError: the fault of rank 2", errors
+    assert last_words(result) == errors[-1] and "rank      : 2 " in result.stderr
 
 
 def last_words(result: subprocess.CompletedProcess) -> str:

@@ -15,12 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    make_state,
-    run_here,
-    write_shard,
-)
+from conftest import ROOT, make_state, run_here, write_shard
 
 from train_gpt import (
     GPT,

@@ -18,8 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
-from tests.benchmarks.bench_step import build_state, leave
-from tests.conftest import write_shard
+from tests.benchmarks.bench_step import leave
+from tests.conftest import make_state, write_shard
 
 
 def write_data(folder: Path) -> None:
@@ -40,7 +40,7 @@ def main() -> None:
         knobs |= {"TRAIN_BATCH_TOKENS": "1024", "TRAIN_SEQ_LEN": "128", "VAL_BATCH_SIZE": "1024"}
         hp = train_gpt.Hyperparameters.from_env({**os.environ, **knobs, "COMPILE": "0"})
         runtime = train_gpt.open_runtime(hp, os.environ)
-        state = build_state(hp, runtime)
+        state = make_state(hp, runtime)
         for _ in range(saves):
             train_gpt.train_step(state)
             state.step += 1

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
-from tests.benchmarks.bench_step import build_state, leave
-from tests.conftest import launch_command, process_environ, write_shard
+from tests.benchmarks.bench_step import leave
+from tests.conftest import launch_command, make_state, process_environ, write_shard
 
 SEQ_LEN = 64
 ITEM_BYTES = {"float": 4, "c10::BFloat16": 2}  # as the profiler names them
@@ -70,7 +70,7 @@ def count_steps(folder: Path, num_steps: int) -> None:
     """One rank, under torchrun. Rank 0 leaves its counts in FOLDER/counts.json."""
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.open_runtime(hp, os.environ)
-    state = build_state(hp, runtime)
+    state = make_state(hp, runtime)
     for _ in range(2):  # in the second one DDP sorts its buckets anew and tells the others
         train_gpt.train_step(state)
     dist.barrier()

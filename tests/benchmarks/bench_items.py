@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
 from tests import plain
 from tests.benchmarks import bench_step
+from tests.conftest import make_state
 from train_gpt import (
     GPT,
     CastedLinear,
@@ -146,7 +147,7 @@ class Way:
         hp = replace(hp, **self.knobs)
         wrapped = replace(runtime, distributed=runtime.distributed and not self.ddp)
         with self.in_place():
-            state = bench_step.build_state(hp, wrapped)
+            state = make_state(hp, wrapped)
         if self.ddp:
             state.runtime, A = runtime, hp.batch_slots // runtime.world_size
             model = DistributedDataParallel(state.model, broadcast_buffers=False, **self.ddp)

@@ -33,7 +33,7 @@ from torch.utils.benchmark import Timer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt
 from tests import plain
-from tests.conftest import write_shard
+from tests.conftest import make_state, write_shard
 from train_gpt import Hyperparameters, Runtime, TrainingState
 
 
@@ -41,19 +41,6 @@ def write_random_shards(folder: Path, vocab_size: int, count: int = 4, tokens: i
     rng = np.random.default_rng(0)
     for i in range(count):
         write_shard(folder / f"fineweb_train_{i:06d}.bin", rng.integers(vocab_size, size=tokens))
-
-
-def build_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
-    """What a run has before its first step, compiled and wrapped as the knobs say."""
-    torch.manual_seed(hp.seed)
-    train_gpt.choose_attention(hp, runtime.device, runtime.dtype)
-    gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
-    model, newton_schulz_fn = train_gpt.compile_and_wrap(gpt, runtime)
-    optimizers = train_gpt.build_optimizers(gpt, runtime.dtype, newton_schulz_fn)
-    place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
-    loader = train_gpt.DistributedTokenLoader(hp.files("train"), *place)
-    stopwatch = train_gpt.Stopwatch(runtime)
-    return TrainingState(runtime, gpt, model, optimizers, loader, stopwatch)
 
 
 def leave(runtime: Runtime) -> None:
@@ -158,7 +145,7 @@ def main() -> None:
         write_random_shards(data, hp.vocab_size)
         runtime = train_gpt.open_runtime(hp, os.environ)
         peak = peak_flops(runtime)
-        state = build_state(hp, runtime)
+        state = make_state(hp, runtime)
         # Autocast wants the embedding in bf16, whatever the trainer's dtype is.
         plain_gpt = plain_model = plain.PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
         plain_gpt.load_state_dict(state.gpt.state_dict())

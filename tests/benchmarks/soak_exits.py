@@ -21,14 +21,7 @@ import uuid
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.conftest import (
-    SCRIPT,
-    launch_command,
-    process_environ,
-    small_knobs,
-    write_dataset,
-    write_tokenizer,
-)
+from tests.conftest import SCRIPT, launch_command, process_environ, write_small_run
 
 LIMIT_S = 60
 LAST_LINE = "final_int8_zlib_roundtrip_exact "
@@ -81,9 +74,7 @@ def main() -> None:
     args = parser.parse_args()
     times, failures = [], 0
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = write_tokenizer(Path(folder))
-        write_dataset(Path(folder), tokenizer)
-        knobs = small_knobs(Path(folder), tokenizer)
+        knobs = write_small_run(Path(folder))
         for number in range(1, args.runs + 1):
             seconds, problem = run_once(Path(folder), knobs, args.ranks)
             times.append(seconds)

@@ -19,14 +19,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import (
-    SCRIPT,
-    launch_command,
-    process_environ,
-    small_knobs,
-    write_dataset,
-    write_tokenizer,
-)
+from conftest import SCRIPT, launch_command, process_environ, write_small_run
 
 NAMES = ("final_model.pt", "final_model.int8.ptz")
 
@@ -84,9 +77,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=300.0, help="seconds after the last one")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
-    tokenizer = write_tokenizer(folder)
-    write_dataset(folder, tokenizer)
-    knobs = small_knobs(folder, tokenizer) | {"VAL_LOSS_EVERY": "0", "WARMDOWN_ITERS": "1200"}
+    knobs = write_small_run(folder) | {"VAL_LOSS_EVERY": "0", "WARMDOWN_ITERS": "1200"}
     knobs |= {"ITERATIONS": str(args.steps), "CHECKPOINT_EVERY": "10", "RESUME": "auto"}
     began = time.monotonic()
     calm = start(folder / "calm", knobs, args.ranks, 0)
