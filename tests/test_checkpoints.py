@@ -150,8 +150,8 @@ def test_fewer_iterations_than_the_checkpoint_has_end_the_run(undisturbed, tmp_p
 def find(path, environ: dict[str, str]) -> tuple[dict | None, list[str]]:
     """The checkpoint that RESUME=path means, and the log of looking for it."""
     log = []
-    runtime = dataclasses.replace(ALONE, log=log.append)
-    state = make_state(Hyperparameters.from_env({**environ, "RESUME": str(path)}), runtime)
+    state = make_state(Hyperparameters.from_env({**environ, "RESUME": str(path)}))
+    state.runtime = dataclasses.replace(ALONE, log=log.append)
     return state.find(), log
 
 
