@@ -11,23 +11,22 @@ Prints what was built, its sha256 sums and, for scale, how small lzma makes the 
 import argparse
 import ast
 import hashlib
-import json
 import lzma
 import platform
-import sys
 import sysconfig
 import warnings
 from pathlib import Path
+from pydoc_data.topics import topics
 
-import numpy as np
 import sentencepiece
-from download_hf_docs_and_tokenize import Settings, export_dataset
-from shards import HEADER_BYTES, locked, write_file
-from tokenizer_specs import train_sentencepiece
+from shards import read_json, write_file, write_json, write_shard
+from tokenizer_specs import encode_texts, train_sentencepiece
 
 HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 1024
 NUM_VAL_DOCS = 40
+TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
+MANIFEST = "demo_corpus.json"  # written last
 # Not in every installation, or not library text.
 SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter",
@@ -49,16 +48,7 @@ def module_docstrings(path: Path) -> list[str]:
 
 
 def collect_documents() -> list[str]:
-    """All documents in a fixed, well mixed order; a text that stands twice is taken once.
-
-    Raises FileNotFoundError if this Python comes without its documentation.
-    """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise FileNotFoundError(
-            "this Python lacks pydoc_data.topics: use a complete Python, as from python.org"
-        ) from None
+    """All documents in a fixed, well mixed order; a text that stands twice is taken once."""
     sources = [(f"topic {name}", [text]) for name, text in sorted(topics.items())]
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")):
@@ -86,39 +76,42 @@ def strongest_lzma(data: bytes) -> int:
     return min(len(lzma.compress(data, lzma.FORMAT_RAW, filters=[f])) for f in filters)
 
 
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def sha256_sums(dataset: Path, tokenizer: Path) -> dict[str, str]:
+    """Of the demo's three files. Raises OSError if one is missing."""
+    paths = {"tokenizer": tokenizer, "train": dataset / TRAIN, "val": dataset / VAL}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
 
 
-def is_whole(files: dict[str, Path], manifest: Path) -> bool:
+def is_whole(dataset: Path, tokenizer: Path) -> bool:
     """Whether all files are there and as the manifest says."""
     try:
-        sums = json.loads(manifest.read_text())["sha256"]
-        return all(sha256(path) == sums[name] for name, path in files.items())
-    except (OSError, ValueError, KeyError):
+        return read_json(dataset / MANIFEST)["sha256"] == sha256_sums(dataset, tokenizer)
+    except (OSError, ValueError):
         return False
 
 
-def build(files: dict[str, Path], manifest: Path) -> None:
-    """Write the tokenizer, both shards and, last, the manifest that says they are whole."""
-    documents = collect_documents()
+def build(documents: list[str], dataset: Path, tokenizer: Path) -> None:
+    """Write the tokenizer, both shards and, last, the manifest that says they are whole. Several
+    processes may do so at once: each renames the same bytes into place."""
+    val, train = documents[:NUM_VAL_DOCS], documents[NUM_VAL_DOCS:]
     # Many documents are longer than a sentence of SentencePiece's may be, so it gets their lines.
-    lines = (line for text in documents[NUM_VAL_DOCS:] for line in text.splitlines() if line)
+    lines = (line for text in train for line in text.splitlines() if line)
     model = train_sentencepiece(lines, vocab_size=VOCAB_SIZE)
-    write_file(files["tokenizer"], model)
-    export_dataset(documents, files["tokenizer"], files["val"].parent, Settings(NUM_VAL_DOCS))
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-    tokens = np.fromfile(files["val"], dtype="<u2", offset=HEADER_BYTES)
-    validation_text = sp.decode(tokens.tolist()).encode()
+    val_tokens = encode_texts(sp, 1, val)
+    write_file(tokenizer, model)
+    write_shard(dataset / VAL, val_tokens)
+    write_shard(dataset / TRAIN, encode_texts(sp, 1, train))
+    val_text = sp.decode(val_tokens.tolist()).encode()
     facts = {
         "python": platform.python_version(),
         "documents": len(documents),
         "text_bytes": sum(len(text.encode()) for text in documents),
-        "validation_bytes": len(validation_text),
-        "lzma_bytes": strongest_lzma(validation_text),
-        "sha256": {name: sha256(path) for name, path in files.items()},
+        "validation_bytes": len(val_text),
+        "lzma_bytes": strongest_lzma(val_text),
+        "sha256": sha256_sums(dataset, tokenizer),
     }
-    write_file(manifest, json.dumps(facts, indent=2).encode())
+    write_json(dataset / MANIFEST, facts)
 
 
 def main() -> None:
@@ -126,25 +119,13 @@ def main() -> None:
     parser.add_argument("--dataset", type=Path, default=HERE / "datasets/demo_sp1024")
     parser.add_argument("--tokenizer", type=Path, default=HERE / "tokenizers/demo_1024_bpe.model")
     args = parser.parse_args()
-    files = {
-        "tokenizer": args.tokenizer,
-        "train": args.dataset / "fineweb_train_000000.bin",
-        "val": args.dataset / "fineweb_val_000000.bin",
-    }
-    manifest = args.dataset / "demo_corpus.json"
-    try:
-        with locked(args.dataset):
-            if not is_whole(files, manifest):
-                build(files, manifest)
-    except OSError as error:  # FileNotFoundError is one, too
-        sys.exit(f"cannot build the demo corpus: {error}")
-    facts = json.loads(manifest.read_text())
-    print(
-        f"demo_corpus:documents:{facts['documents']} bytes:{facts['text_bytes']} "
-        f"python:{facts['python']}"
-    )
-    print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))
+    if not is_whole(args.dataset, args.tokenizer):
+        build(collect_documents(), args.dataset, args.tokenizer)
+    facts = read_json(args.dataset / MANIFEST)
     bits = 8 * facts["lzma_bytes"] / facts["validation_bytes"]
+    counts = f"documents:{facts['documents']} bytes:{facts['text_bytes']}"
+    print(f"demo_corpus:{counts} python:{facts['python']}")
+    print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))
     print(
         f"demo_corpus:lzma_bpb:{bits:.4f} (lzma at its strongest on the same validation text, "
         f"{facts['validation_bytes']} bytes)"

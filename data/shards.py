@@ -1,99 +1,71 @@
-"""What all of this folder's tools use: the shard format, whole files, and folders of one's own.
+"""What this folder's tools share: where files are, the shard format, reading and writing files.
 
 A shard is 256 little-endian int32 header words (magic, version, token count, zeros), then as many
-little-endian uint16 tokens, and nothing else."""
+little-endian uint16 tokens, and nothing else. The download uses this file without numpy.
+"""
 
-import contextlib
-import fcntl
+import json
 import os
-import stat
 import struct
-import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 4 * 256
-MAX_TOKENS = 2**31 - 1  # what a header's int32 can say
+
+# The challenge's repository on the hub, and the folder in it that is laid out as this one here.
+REPO_ID = os.environ.get("MATCHED_FINEWEB_REPO_ID", "willdepueoai/parameter-golf")
+REMOTE_ROOT = os.environ.get("MATCHED_FINEWEB_REMOTE_ROOT_PREFIX", "datasets")
+DOCS = "docs_selected.jsonl"
+SIDECAR = "docs_selected.source_manifest.json"  # beside the documents; may be absent
+DATASET_PREFIX = "fineweb10B_"
 MANIFEST = "manifest.json"
-UNFINISHED_MANIFEST = "manifest.part"  # in its place while a rebuild is under way
-LOCK_NOTE = "lock.part"  # in a locked folder: the id of the process that has it
+UNFINISHED_MANIFEST = "manifest.part"  # lies in its place while a rebuild is under way
 
 
-def header(num_tokens: int) -> bytes:
-    """The header of a shard of num_tokens tokens."""
-    return struct.pack("<3i", MAGIC, VERSION, num_tokens).ljust(HEADER_BYTES, b"\0")
-
-
-def require_regular(path: str | Path) -> None:
-    """Raises ValueError naming a file that has no end, or never begins: a device or a pipe."""
-    kind = os.stat(path).st_mode
-    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
-        raise ValueError(f"{path} is no regular file: put the file itself there")
-
-
-def count_tokens(path: str | Path) -> int:
-    """The number of tokens in a shard. Raises ValueError naming the file if its header or its size
-    is wrong."""
-    require_regular(path)
+def count_tokens(path: Path) -> int:
+    """The number of tokens in a shard. Raises ValueError if its header or its size is wrong."""
+    size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(HEADER_BYTES)
-        size = file.seek(0, os.SEEK_END)
     if len(start) < HEADER_BYTES:
         raise ValueError(f"{path}: {size} bytes are too few for a shard")
     magic, version, num_tokens = struct.unpack_from("<3i", start)
     if (magic, version) != (MAGIC, VERSION):
-        raise ValueError(f"{path}: no shard: magic {magic}, version {version}")
+        raise ValueError(f"{path} is not a shard: magic {magic}, version {version}")
     if size != HEADER_BYTES + 2 * num_tokens:
         raise ValueError(f"{path}: {size} bytes, but the header promises {num_tokens} tokens")
     return num_tokens
 
 
-def write_file(path: Path, *parts: bytes) -> None:
-    """Write the parts beside, flush to the disk, rename: path is never half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+def write_shard(path: Path, tokens: Any) -> None:
+    """tokens: little-endian uint16 (n,)."""
+    header = struct.pack("<3i", MAGIC, VERSION, tokens.size).ljust(HEADER_BYTES, b"\0")
+    write_file(path, header, tokens)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises ValueError naming the file if it is not JSON."""
     try:
-        with open(beside, "wb") as file:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from None
+
+
+def write_file(path: Path, *parts: Any) -> None:
+    """Write the parts (bytes or arrays) to a temporary file, then rename it: path is never half a
+    file, also if several processes write it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file:
             for part in parts:
                 file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def take_lock(handle: int, folder: Path) -> None:
-    """Lock an open folder. While another process has it, wait, and say for which one."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        try:
-            holder = f"process {int((folder / LOCK_NOTE).read_text())}"
-        except (OSError, ValueError):  # it has not said yet who it is
-            holder = "another process"
-        print(f"waiting for {holder}, which is at work in {folder}", file=sys.stderr, flush=True)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError:
-        pass  # a file system without locks
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make a folder and have it alone: another process that wants the same waits."""
-    folder.mkdir(parents=True, exist_ok=True)
-    note = folder / LOCK_NOTE
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        take_lock(handle, folder)
-        with contextlib.suppress(OSError):  # a folder that can only be read
-            note.write_text(f"{os.getpid()}\n")
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                note.unlink()
-    finally:
-        os.close(handle)
+def write_json(path: Path, content: Any) -> None:
+    write_file(path, json.dumps(content, indent=2).encode())
