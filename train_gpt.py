@@ -15,34 +15,28 @@ Letters in shapes: B sequences in a micro-batch, T sequence length, D model widt
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
-import collections
 import contextlib
 import difflib
 import fcntl
-import functools
 import glob
 import hashlib
 import io
 import json
 import math
 import os
-import platform
 import random
 import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
 import uuid
-import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -51,6 +45,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class InputError(ValueError):
@@ -69,41 +64,33 @@ CONTROL_TENSOR_NAME_PATTERNS = tuple(
 )
 DEMO = (
     "DATA_PATH=./data/datasets/demo_sp1024 TOKENIZER_PATH=./data/tokenizers/demo_1024_bpe.model "
-    "MAX_WALLCLOCK_SECONDS=100 TRAIN_BATCH_TOKENS=6144 TRAIN_SEQ_LEN=128 WARMUP_STEPS=1 "
+    "MAX_WALLCLOCK_SECONDS=100 TRAIN_BATCH_TOKENS=6144 TRAIN_SEQ_LEN=128 WARMUP_STEPS=3 "
     "WARMDOWN_FRAC=0.8 MUON_MOMENTUM_WARMUP_STEPS=100 VAL_BATCH_SIZE=32768 VAL_LOSS_EVERY=100 "
     "TRAIN_LOG_EVERY=20 NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=2 NUM_KV_HEADS=1"
 )
 PRESETS = {"": {}, "demo": dict(knob.split("=") for knob in DEMO.split())}
-# No number may be below 0, but for these ...
-FREE = ("qk_gain_init", "warmdown_iters")
-# ... and none of these may be 0.
-ABOVE_0 = (
-    "keep_checkpoints val_batch_size train_batch_tokens batch_slots train_seq_len vocab_size "
-    "num_layers model_dim num_heads num_kv_heads mlp_mult rope_base logit_softcap "
-    "muon_backend_steps adam_eps".split()
-)
-BELOW_1 = ("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2")
-MINUS_1_IS_0 = (  # many write -1 to switch these off
-    "max_wallclock_seconds val_loss_every train_log_every grad_clip_norm warmup_steps".split()
+ABOVE_0 = tuple(
+    "val_batch_size train_batch_tokens batch_slots train_seq_len vocab_size num_layers model_dim "
+    "num_heads num_kv_heads mlp_mult rope_base logit_softcap adam_eps".split()
 )
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on."""
+    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on. Where 0 switches
+    something off, so does any number below 0."""
 
     # run
     preset: str = ""  # "" or "demo": other defaults
-    run_id: str = field(default_factory=lambda: str(uuid.uuid4()))  # names log and checkpoints
+    run_id: str = field(default_factory=lambda: str(uuid.uuid4()))  # names log and checkpoint
     seed: int = 1337  # of Python, NumPy and torch
     output_dir: str = "."  # of everything that a run writes
     checkpoint_every: int = 0  # steps; 0: only when a signal stops the run
-    keep_checkpoints: int = 2  # the newest ones of this RUN_ID
-    resume: str = ""  # checkpoint to go on from; auto: the newest good one of this RUN_ID, if any
+    resume: str = ""  # checkpoint to go on from; auto: that of this RUN_ID, if there is one
     eval_only: str = ""  # checkpoint or final_model file: score it, train nothing
     # machine
     device: str = "auto"  # cuda, cpu; auto: cuda if there is one
-    dtype: str = "auto"  # of activations, embedding, Muon: bf16, fp32; auto: bf16 if fast here
+    dtype: str = "auto"  # of activations, embedding, Muon: bf16, fp32; auto: bf16 if a GPU has it
     compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda
     activation_checkpoint: bool = False  # less memory: the backward pass computes each block again
     # data
@@ -151,7 +138,6 @@ class Hyperparameters:
     adam_eps: float = 1e-8  # Adam
     grad_clip_norm: float = 0.0  # largest norm of all gradients together; 0: off
     # export
-    int8_scale_floor: float = 1 / 127  # least int8 step of a row; 0: finer steps, more bytes
     control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # Adam, fp32
     int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # if small
 
@@ -159,87 +145,84 @@ class Hyperparameters:
         """The glob pattern of the "train" or "val" shards."""
         return f"{glob.escape(self.data_path)}/fineweb_{split}_*.bin"
 
+    def checkpoint_path(self) -> Path:
+        return Path(self.output_dir, "checkpoints", f"{self.run_id}.pt")
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
-        """Defaults, then the preset, then the environment. Raises InputError: a line a problem."""
+        """Defaults, then the preset, then the environment. Raises InputError."""
         texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
         if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
             patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
             texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
         values = {}
-        problems = []
-        for name, kind in get_type_hints(cls).items():
-            try:
-                if name.upper() in texts:
-                    value = parse_knob(name.upper(), texts[name.upper()], kind)
-                    values[name] = kind(0) if name in MINUS_1_IS_0 and value == -1 else value
-            except InputError as error:
-                problems.append(str(error))
+        for knob in fields(cls):
+            name = knob.name.upper()
+            if name in texts:
+                values[knob.name] = parse_knob(name, texts[name], knob.type)
         hp = cls(**values)
-        problems += hp.problems()
-        if hp.resume == "auto" and "RUN_ID" not in environ:
-            problems.append("RESUME='auto' needs the RUN_ID of the run to go on with: set it")
-        require(not problems, "\n".join(problems))
+        hp.check()
+        named = hp.resume != "auto" or "RUN_ID" in environ
+        require(named, "RESUME='auto' needs the RUN_ID of the run to go on with: set it")
         return hp
 
-    def problems(self) -> list[str]:
-        """A line for each knob that is wrong."""
-        H, K, T = max(self.num_heads, 1), max(self.num_kv_heads, 1), max(self.train_seq_len, 1)
-        slots = max(self.batch_slots, 1)
-        unit = slots * T
-        units = f"{unit}: BATCH_SLOTS={slots} times TRAIN_SEQ_LEN={T}"
-        is_name = self.run_id == Path(self.run_id).name != ".." and self.run_id.isprintable()
-        has_length = 0 < len(os.fsencode(self.run_id)) <= 200
-        checks = [
-            ("preset", self.preset in PRESETS, f"one of {list(PRESETS)}"),
+    def check(self) -> None:
+        """Raise InputError for the first knob that cannot work."""
+        values = asdict(self)
+        for name in ABOVE_0:
+            require(values[name] > 0, f"{name.upper()}={values[name]} must be above 0")
+        H, T = self.num_heads, self.train_seq_len
+        unit = self.batch_slots * T
+        units = f"{unit}: BATCH_SLOTS={self.batch_slots} times TRAIN_SEQ_LEN={T}"
+        rules = [
+            ("preset", self.preset in PRESETS, "unset or demo"),
             ("device", self.device in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
             ("dtype", self.dtype in ("auto", "bf16", "fp32"), "auto, bf16 or fp32"),
             ("compile", self.compile in ("auto", "1", "0"), "auto, 1 or 0"),
-            ("run_id", is_name and has_length, "a printable file name of 1 to 200 bytes"),
-            ("resume", not (self.resume and self.eval_only), "unset, or EVAL_ONLY unset"),
-            ("seed", self.seed < 2**32, "below 2**32"),
-            ("vocab_size", self.vocab_size <= 2**16, "at most 65536: tokens are uint16"),
-            ("warmdown_frac", self.warmdown_frac <= 1, "at most 1"),
             ("model_dim", self.model_dim % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
-            ("num_heads", H % K == 0, f"a multiple of NUM_KV_HEADS={K}"),
+            ("num_kv_heads", H % self.num_kv_heads == 0, f"a divisor of NUM_HEADS={H}"),
             ("train_batch_tokens", self.train_batch_tokens % unit == 0, f"a multiple of {units}"),
-            ("train_batch_tokens", self.train_batch_tokens < 2**32, "below 2**32"),
             ("val_batch_size", self.val_batch_size >= unit, f"at least {units}"),
             ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
-            ("max_val_tokens", not 0 < self.max_val_tokens < T, f"0 or at least TRAIN_SEQ_LEN={T}"),
         ]
-        for name, value in asdict(self).items():
-            if name in ABOVE_0:
-                checks.append((name, value > 0, "above 0"))
-            elif type(value) in (int, float) and name not in FREE:
-                checks.append((name, value >= 0, "0 or more"))
-            if name in BELOW_1:
-                checks.append((name, value < 1, "below 1"))
-        wrong = [(name, rule) for name, is_right, rule in checks if not is_right]
-        return [f"{name.upper()}={getattr(self, name)!r} must be {rule}" for name, rule in wrong]
+        for name, is_right, rule in rules:
+            require(is_right, f"{name.upper()}={values[name]!r} must be {rule}")
+
+    def changed(self) -> str:
+        """Each knob that differs from its default, as NAME=value. (RUN_ID has no default.)"""
+        knobs = [knob for knob in fields(self) if knob.name != "run_id"]
+        values = [(knob, getattr(self, knob.name)) for knob in knobs]
+        return " ".join(f"{k.name.upper()}={value}" for k, value in values if value != k.default)
 
 
 def parse_knob(name: str, text: str, kind: Any) -> Any:
-    """Raises InputError if the text of variable `name` is no value of type `kind`."""
+    """Raises InputError if the text of variable `name` is not a value of type `kind`."""
     if kind == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    with contextlib.suppress(KeyError, ValueError, OverflowError):
-        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
-        if kind is str or math.isfinite(value):
-            return value
-    wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number"}[kind]
-    raise InputError(f"{name}={text!r} must be {wanted}")
+    try:
+        return {"0": False, "1": True}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
+        raise InputError(f"{name}={text!r} must be {wanted}") from None
 
 
 def near_knobs(environ: Mapping[str, str]) -> list[str]:
-    """A line for each variable that is no knob but looks like one."""
-    knobs = [name.upper() for name in get_type_hints(Hyperparameters)]
+    """A line for each variable that is not a knob but looks like one."""
+    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
     lines = []
     for name in sorted(environ.keys() - knobs):
-        guess = name.upper().replace("LEARNING_RATE", "LR")
-        for knob in difflib.get_close_matches(guess, knobs, n=1, cutoff=0.85):
+        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
             lines.append(f"unknown_knob:{name!r} is ignored: did you mean {knob}?")
     return lines
+
+
+def prepare_demo(hp: Hyperparameters) -> str:
+    """Build the demo's data, if it is not there yet. Returns what the builder says."""
+    script = Path(__file__).with_name("data") / "demo_corpus.py"
+    command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    require(result.returncode == 0, f"PRESET=demo: {script} failed")
+    return result.stdout.rstrip()
 
 
 def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
@@ -248,25 +231,18 @@ def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-ATTENTION_BACKENDS = ("cudnn", "flash", "mem_efficient", "math")  # in the order they are tried
-
-
 def rms_norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without a weight."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 class CastedLinear(nn.Linear):
-    """A linear layer that keeps its weight in fp32 and casts it to the dtype of its input."""
+    """A linear layer with its weight in fp32, cast to the input's dtype. The model calls each, so
+    that what you add here acts. (A tied output layer is not one: it uses the embedding.)"""
 
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """(..., in) -> (..., out), times scale (out,)."""
-        # Scaling the weight, not the larger output, saves 2 % of a GPU step (counted).
-        weight, bias = self.weight, self.bias
-        if scale is not None:
-            weight = scale[:, None] * weight
-            bias = None if bias is None else scale * bias
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 def rotary_tables(seq_len: int, head_width: int, base: float) -> Tensor:
@@ -283,60 +259,51 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
+def attention_backends(device: torch.device) -> list[SDPBackend]:
+    """What PyTorch may compute attention with, best first."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    # cuDNN is the fastest on Hopper (sm_90). On Blackwell it has returned wrong numbers.
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9:
+        backends.insert(0, SDPBackend.CUDNN_ATTENTION)
+    return backends
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
-    group = q.size(2) // k.size(2)
-    if q.is_cuda and q.dtype == torch.float32:
-        # Only mem_efficient is fast in fp32 on a GPU, and it takes no grouped queries.
-        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-        group = 1
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
+    # Not a global setting: torch's cache would reuse graphs that were compiled for another one.
+    with sdpa_kernel(attention_backends(q.device), set_priority=True):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2)
 
 
-def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> None:
-    """Leave one attention backend enabled, the first that runs this model's attention here."""
-    H, K = hp.num_heads, hp.num_kv_heads
-    # cuDNN leads on Hopper (sm_90); on Blackwell it has returned wrong numbers without an error.
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    for chosen in ATTENTION_BACKENDS if hopper else ATTENTION_BACKENDS[1:]:
-        for name in ATTENTION_BACKENDS:
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == chosen)
-        shape = (1, hp.train_seq_len, H + 2 * K, hp.model_dim // H)
-        qkv = torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
-        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch tells why a backend cannot
-            attend(*qkv.split((H, K, K), dim=2)).sum().backward()
-            return
-
-
 class CausalSelfAttention(nn.Module):
-    """Grouped-query attention of normed and rotated queries and keys."""
+    """Grouped-query attention of normed and rotated queries and keys. layer: 0 to L - 1."""
 
-    def __init__(self, hp: Hyperparameters) -> None:
+    def __init__(self, hp: Hyperparameters, layer: int) -> None:
         super().__init__()
-        D, H, K = hp.model_dim, hp.num_heads, hp.num_kv_heads
-        self.num_heads = H
-        self.num_kv_heads = K
+        D = hp.model_dim
+        kv_dim = D // hp.num_heads * hp.num_kv_heads
+        self.num_heads = hp.num_heads
+        self.num_kv_heads = hp.num_kv_heads
         self.c_q = CastedLinear(D, D, bias=False)
-        self.c_k = CastedLinear(D, D // H * K, bias=False)
-        self.c_v = CastedLinear(D, D // H * K, bias=False)
+        self.c_k = CastedLinear(D, kv_dim, bias=False)
+        self.c_v = CastedLinear(D, kv_dim, bias=False)
         self.proj = CastedLinear(D, D, bias=False)
-        self.q_gain = nn.Parameter(torch.full((H,), hp.qk_gain_init))
+        self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
 
-    def forward(self, x: Tensor, scale: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D), times scale (D,)."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
         B, T, D = x.shape
-        H, K = self.num_heads, self.num_kv_heads
-        # The one place where linear layers are not called: a single product saves 3 % of a GPU step
-        # (counted). To give c_q, c_k or c_v a bias, a hook or LoRA, call all three.
-        weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
-        qkv = F.linear(x, weight.to(x.dtype)).view(B, T, H + 2 * K, D // H)
-        qk, v = qkv.split((H + K, K), dim=2)
-        q, k = apply_rotary(rms_norm(qk), cos, sin).split((H, K), dim=2)
+        q = self.c_q(x).view(B, T, self.num_heads, -1)
+        k = self.c_k(x).view(B, T, self.num_kv_heads, -1)
+        v = self.c_v(x).view(B, T, self.num_kv_heads, -1)
+        q = apply_rotary(rms_norm(q), cos, sin)
+        k = apply_rotary(rms_norm(k), cos, sin)
         q = q * self.q_gain.to(x.dtype)[:, None]
-        return self.proj(attend(q, k, v).reshape(B, T, D), scale)
+        y = attend(q, k, v)
+        y = y.reshape(B, T, D)
+        return self.proj(y)
 
 
 class MLP(nn.Module):
@@ -347,17 +314,18 @@ class MLP(nn.Module):
         self.fc = CastedLinear(hp.model_dim, hp.mlp_mult * hp.model_dim, bias=False)
         self.proj = CastedLinear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        hidden = F.relu(self.fc(x)).square()
-        return self.proj(hidden, scale)
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        x = F.relu(x).square()
+        return self.proj(x)
 
 
 class Block(nn.Module):
     """Mixes the embedding back in, then adds attention, then the MLP."""
 
-    def __init__(self, hp: Hyperparameters) -> None:
+    def __init__(self, hp: Hyperparameters, layer: int) -> None:
         super().__init__()
-        self.attn = CausalSelfAttention(hp)
+        self.attn = CausalSelfAttention(hp, layer)
         self.mlp = MLP(hp)
         self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
@@ -365,17 +333,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x, and x0, the normed embedding: (B, T, D)."""
-        keep, renew = self.resid_mix.to(x.dtype)
-        x = keep * x + renew * x0
-        x = x + self.attn(rms_norm(x), self.attn_scale, cos, sin)
-        x = x + self.mlp(rms_norm(x), self.mlp_scale)
+        resid_mix = self.resid_mix.to(x.dtype)
+        x = resid_mix[0] * x + resid_mix[1] * x0
+        x = x + self.attn_scale.to(x.dtype) * self.attn(rms_norm(x), cos, sin)
+        x = x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x))
         return x
 
 
 class GPT(nn.Module):
-    """A decoder whose later layers add what the earlier ones left on a stack (as in a U-Net).
-    dtype is that of the activations and of the embedding. Built on the CPU, its weights follow from
-    torch's seed alone:
+    """A decoder whose later layers add what the earlier ones left on a stack (as in a U-Net). dtype
+    is that of activations and embedding. Built on the CPU, its weights follow from torch's seed:
 
         tok_emb                                 N(0, TIED_EMBED_INIT_STD); untied: N(0, 1)
         c_q, c_k, c_v, mlp.fc                   uniform, as torch has it for nn.Linear
@@ -386,16 +353,16 @@ class GPT(nn.Module):
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        D, V = hp.model_dim, hp.vocab_size
+        D = hp.model_dim
         self.hp = hp
         self.dtype = dtype
-        self.num_early = hp.num_layers // 2  # layers that push; as many later ones pop
-        self.tok_emb = nn.Embedding(V, D)
-        # Empty, and without a gradient for DDP to wait for, if there are no early layers.
-        skip_weights = torch.ones(self.num_early, D)
-        self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_early > 0)
-        self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
-        self.lm_head = None if hp.tie_embeddings else CastedLinear(D, V, bias=False)
+        self.num_encoder_layers = hp.num_layers // 2  # they push; as many later layers pop
+        self.tok_emb = nn.Embedding(hp.vocab_size, D)
+        # Without encoder layers it is empty and gets no gradient, for which DDP would wait.
+        skip_weights = torch.ones(self.num_encoder_layers, D)
+        self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_encoder_layers > 0)
+        self.blocks = nn.ModuleList(Block(hp, layer) for layer in range(hp.num_layers))
+        self.lm_head = None if hp.tie_embeddings else CastedLinear(D, hp.vocab_size, bias=False)
         tables = rotary_tables(hp.train_seq_len, D // hp.num_heads, hp.rope_base)
         self.register_buffer("rotary", tables, persistent=False)
         self.init_weights()
@@ -403,13 +370,16 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """After torch's own. Matrices are rounded to bf16, so that all dtypes start alike."""
+        for block in self.blocks:
+            block.attn.proj.weight.zero_()
+            block.mlp.proj.weight.zero_()
         if self.lm_head is None:
             self.tok_emb.weight.normal_(std=self.hp.tied_embed_init_std)
+        else:
+            self.lm_head.weight.zero_()
         patterns = self.hp.control_tensor_name_patterns
         for name, param in self.named_parameters():
-            if name.endswith(("proj.weight", "lm_head.weight")):
-                param.zero_()  # output projections start at zero
-            elif param.ndim >= 2 and not is_control_tensor(name, patterns):
+            if param.ndim >= 2 and not is_control_tensor(name, patterns):
                 param.copy_(param.bfloat16())
         if not is_control_tensor("tok_emb.weight", patterns):
             self.tok_emb.to(self.dtype)
@@ -423,29 +393,33 @@ class GPT(nn.Module):
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """What comes after each of input_ids (B, T): fp32 (B*T, V)."""
-        T = input_ids.size(1)
-        longest = self.rotary.size(1)
-        require(T <= longest, f"{T} tokens in a sequence, but TRAIN_SEQ_LEN={longest}")
-        cos, sin = self.rotary[:, :T, None].to(self.dtype)
-        x = x0 = rms_norm(self.tok_emb(input_ids).to(self.dtype))  # (B, T, D)
+        cos, sin = self.rotary[:, : input_ids.size(1), None].to(self.dtype)
+        x = rms_norm(self.tok_emb(input_ids).to(self.dtype))  # (B, T, D)
+        x0 = x
         skips = []
         for i, block in enumerate(self.blocks):
-            if i >= self.num_early and skips:
-                x = x + self.skip_weights[i - self.num_early].to(x.dtype) * skips.pop()
+            if i >= self.num_encoder_layers and skips:
+                x = x + self.skip_weights[i - self.num_encoder_layers].to(x.dtype) * skips.pop()
             if self.hp.activation_checkpoint and self.training:
                 x = torch.utils.checkpoint.checkpoint(block, x, x0, cos, sin, use_reentrant=False)
             else:
                 x = block(x, x0, cos, sin)
-            if i < self.num_early:
+            if i < self.num_encoder_layers:
                 skips.append(x)
         x = rms_norm(x).flatten(0, 1)
-        tied = self.lm_head is None
-        logits = F.linear(x, self.tok_emb.weight.to(x.dtype)) if tied else self.lm_head(x)
+        if self.lm_head is None:
+            logits = F.linear(x, self.tok_emb.weight.to(x.dtype))
+        else:
+            logits = self.lm_head(x)
         softcap = self.hp.logit_softcap
         return (softcap * torch.tanh(logits / softcap)).float()
 
 
 # ---- Optimizers ----------------------------------------------------------------------------------
+# Which group a parameter outside the blocks belongs to, by the beginning of its name.
+OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
+
+
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Bring the singular values of each wide matrix in stack (n, rows, columns) near 1, in its
     dtype, by the quintic iteration of Muon (Keller Jordan, 2024)."""
@@ -457,24 +431,9 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     return x
 
 
-def orthogonalize(
-    matrices: list[Tensor], steps: int, newton_schulz_fn: Callable = newton_schulz
-) -> list[Tensor]:
-    """Newton-Schulz of each matrix, one call a shape, times sqrt(max(1, rows / columns))."""
-    wide = [matrix.mT if matrix.size(0) > matrix.size(1) else matrix for matrix in matrices]
-    updates = list(matrices)
-    for shape in {matrix.shape for matrix in wide}:
-        members = [i for i, matrix in enumerate(wide) if matrix.shape == shape]
-        results = newton_schulz_fn(torch.stack([wide[i] for i in members]), steps)
-        for i, result in zip(members, results, strict=True):
-            rows, columns = matrices[i].shape
-            updates[i] = result.mT * math.sqrt(rows / columns) if rows > columns else result
-    return updates
-
-
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Each rank holds the
-    momentum of its share of them; one collective exchanges the updates, in `dtype`."""
+    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Every rank holds all
+    momentum and orthogonalizes its share of the updates, which are then exchanged, in `dtype`."""
 
     def __init__(
         self,
@@ -483,87 +442,106 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         backend_steps: int,
         dtype: torch.dtype = torch.bfloat16,
-        newton_schulz_fn: Callable = newton_schulz,
+        compiled: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "base_lr": lr, "momentum": momentum, "backend_steps": backend_steps}
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "backend_steps": backend_steps})
         self.dtype = dtype
-        self.newton_schulz_fn = newton_schulz_fn
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.newton_schulz = newton_schulz
+        if compiled:
+            self.newton_schulz = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
         for group in self.param_groups:
-            shares = self.shares(group["params"])
-            sizes = [sum(p.numel() for p in share) for share in shares]
-            flat = self.updates(shares[self.rank], group)
-            if self.world_size > 1:  # the parts of all ranks, padded to one length
-                parts = flat.new_empty(self.world_size * max(sizes))
-                dist.all_gather_into_tensor(parts, F.pad(flat, (0, max(sizes) - len(flat))))
-                rows = parts.split(max(sizes))
-                flat = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-            params = [p for share in shares for p in share]
-            pieces = flat.float().split([p.numel() for p in params])
-            updates = [piece.view_as(p) for piece, p in zip(pieces, params, strict=True)]
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            params = group["params"]
+            updates = self.nesterov(params, group["momentum"])
+            # Rank r orthogonalizes numbers r, r + W, r + 2W, ... and leaves the rest at zero: the
+            # sum over the ranks is then the whole.
+            sizes = [p.numel() for p in params]
+            flat = updates[0].new_zeros(sum(sizes))
+            pieces = [u.view_as(p) for u, p in zip(flat.split(sizes), params, strict=True)]
+            own = slice(rank, None, world_size)
+            results = self.orthogonalize(updates[own], group["backend_steps"])
+            for piece, result in zip(pieces[own], results, strict=True):
+                piece.copy_(result)
+            if world_size > 1:
+                dist.all_reduce(flat)
+            torch._foreach_add_(params, pieces, alpha=-group["lr"])
 
-    def shares(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """What each rank orthogonalizes: number i is for rank i mod W."""
-        return [params[rank :: self.world_size] for rank in range(self.world_size)]
-
-    def updates(self, params: list[nn.Parameter], group: dict[str, Any]) -> Tensor:
-        """Advance the momentum of these parameters and orthogonalize it: flat, end to end."""
-        if not params:
-            return group["params"][0].new_empty(0, dtype=self.dtype)
+    def nesterov(self, params: list[nn.Parameter], momentum: float) -> list[Tensor]:
+        """Advance the momentum of params; their updates, in `dtype`."""
         for p in params:
-            if not self.state[p]:
+            if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
         grads = [p.grad for p in params]
-        momenta = [self.state[p]["momentum_buffer"] for p in params]
-        torch._foreach_mul_(momenta, group["momentum"])
-        torch._foreach_add_(momenta, grads)
-        nesterov = torch._foreach_add(grads, momenta, alpha=group["momentum"])
-        matrices = [update.to(self.dtype) for update in nesterov]
-        updates = orthogonalize(matrices, group["backend_steps"], self.newton_schulz_fn)
-        return torch.cat([update.flatten() for update in updates])
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, grads)
+        updates = torch._foreach_add(grads, buffers, alpha=momentum)
+        return [update.to(self.dtype) for update in updates]
+
+    def orthogonalize(self, matrices: list[Tensor], steps: int) -> list[Tensor]:
+        """Newton-Schulz of each matrix, one call a shape, times sqrt(max(1, rows / columns))."""
+        wide = [matrix.mT if matrix.size(0) > matrix.size(1) else matrix for matrix in matrices]
+        results = list(matrices)
+        for shape in sorted({matrix.shape for matrix in wide}):
+            members = [i for i, matrix in enumerate(wide) if matrix.shape == shape]
+            stack = self.newton_schulz(torch.stack([wide[i] for i in members]), steps)
+            for i, result in zip(members, stack, strict=True):
+                rows, columns = matrices[i].shape
+                results[i] = result.mT * math.sqrt(rows / columns) if rows > columns else result
+        return results
 
 
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
-    """Sends each parameter of a GPT to exactly one group of one optimizer."""
+    """Sends each parameter of a GPT to one group: "matrix" is Muon's, the others are Adam's."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
-    outside = {"tok_emb.weight": "embed", "lm_head.weight": "head", "skip_weights": "scalar"}
+    unknown = []
     for name, param in model.named_parameters():
-        group = outside.get(name)
-        if name.startswith("blocks."):
-            control = is_control_tensor(name, hp.control_tensor_name_patterns)
-            matrix = param.ndim == 2 and param.requires_grad and not control
-            group = "matrix" if matrix else "scalar"  # Adam passes over what is frozen
-        assert group, f"{name} is in no optimizer: send it to a group here"
-        groups[group].append(param)
+        outside = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
+        control = is_control_tensor(name, hp.control_tensor_name_patterns)
+        if outside:
+            groups[outside[0]].append(param)
+        elif not name.startswith("blocks."):
+            unknown.append(name)
+        elif param.ndim == 2 and param.requires_grad and not control:
+            groups["matrix"].append(param)
+        else:
+            groups["scalar"].append(param)  # Adam passes over what is frozen
+    require(not unknown, f"in no optimizer: {', '.join(unknown)}: add them to OPTIMIZER_GROUPS")
     return groups
 
 
-def build_optimizers(
-    gpt: GPT, dtype: torch.dtype, newton_schulz_fn: Callable = newton_schulz
-) -> list[torch.optim.Optimizer]:
-    """Adam and Muon. Each group knows its full learning rate, "base_lr"."""
+def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optimizer]:
+    """Adam and Muon. Each group knows its full learning rate, "base_lr"; set_schedule scales it."""
     hp = gpt.hp
     groups = parameter_groups(gpt, hp)
     embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
-    adam_groups = []
-    for name, lr in (("embed", embed_lr), ("head", hp.head_lr), ("scalar", hp.scalar_lr)):
-        if groups[name]:
-            adam_groups.append({"params": groups[name], "lr": lr, "base_lr": lr})
+    rates = {"embed": embed_lr, "head": hp.head_lr, "scalar": hp.scalar_lr}
+    adam_groups = [{"params": groups[name], "lr": lr} for name, lr in rates.items() if groups[name]]
     betas = (hp.beta1, hp.beta2)
     optimizers = [torch.optim.Adam(adam_groups, betas=betas, eps=hp.adam_eps, fused=True)]
     if groups["matrix"]:
-        settings = (hp.matrix_lr, hp.muon_momentum, hp.muon_backend_steps)
-        optimizers.append(Muon(groups["matrix"], *settings, dtype, newton_schulz_fn))
+        settings = (hp.matrix_lr, hp.muon_momentum, hp.muon_backend_steps, gpt.dtype, compiled)
+        optimizers.append(Muon(groups["matrix"], *settings))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["base_lr"] = group["lr"]
     return optimizers
 
 
 # ---- Schedules -----------------------------------------------------------------------------------
+def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
+    """How much of the run is done, 0 to 1, in steps or in training time, whichever is further."""
+    in_steps = step / max(hp.iterations, 1)
+    in_time = 0.0
+    if hp.max_wallclock_seconds > 0:
+        in_time = elapsed_ms / (1000 * hp.max_wallclock_seconds)
+    return min(max(in_steps, in_time), 1.0)
+
+
 def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
     """What scales all learning rates at step (from 0), elapsed_ms into the training time: 1, then a
     straight line down to 0
@@ -572,21 +550,21 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
         no wallclock cap       over the last WARMDOWN_ITERS steps
         under a cap            over the time of so many steps before it; ITERATIONS does not count
     """
-    cap_ms = 1000 * hp.max_wallclock_seconds
-    remaining_ms = max(cap_ms - elapsed_ms, 0.0)
-    remaining_steps = max(hp.iterations - step, 0)
     if hp.warmdown_frac > 0:
-        in_time = remaining_ms / cap_ms if cap_ms > 0 else 1.0
-        in_steps = remaining_steps / max(hp.iterations, 1)
-        return min(in_time / hp.warmdown_frac, in_steps / hp.warmdown_frac, 1.0)
-    if hp.warmdown_iters > 0 and cap_ms == 0:
-        return min(remaining_steps / hp.warmdown_iters, 1.0)
-    warmdown_ms = max(hp.warmdown_iters, 0) * elapsed_ms / max(step, 1)
-    return 1.0 if remaining_ms >= warmdown_ms else remaining_ms / warmdown_ms
+        return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)
+    if hp.warmdown_iters <= 0:
+        return 1.0
+    if hp.max_wallclock_seconds <= 0:
+        return min(max(hp.iterations - step, 0) / hp.warmdown_iters, 1.0)
+    remaining_ms = max(1000 * hp.max_wallclock_seconds - elapsed_ms, 0.0)
+    warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)
+    return remaining_ms / warmdown_ms if remaining_ms < warmdown_ms else 1.0
 
 
 def muon_momentum(hp: Hyperparameters, step: int) -> float:
-    done = min(step / hp.muon_momentum_warmup_steps, 1.0) if hp.muon_momentum_warmup_steps else 1.0
+    if hp.muon_momentum_warmup_steps <= 0:
+        return hp.muon_momentum
+    done = min(step / hp.muon_momentum_warmup_steps, 1.0)
     return (1 - done) * hp.muon_momentum_warmup_start + done * hp.muon_momentum
 
 
@@ -594,7 +572,8 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentu
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["base_lr"]
-            group["momentum"] = momentum  # Adam has no use for it
+            if isinstance(optimizer, Muon):
+                group["momentum"] = momentum
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -605,40 +584,24 @@ WAYS_TO_DATA = """\
   or run the demo:     PRESET=demo python train_gpt.py"""
 
 
-def require_file(path: str | Path, name: str) -> None:
-    """Raise InputError unless path is a regular file that can be read: a pipe may never end."""
-    readable = os.path.isfile(path) and os.access(path, os.R_OK)
-    require(readable, f"{name} is not a file that can be read: check the path")
-
-
-def find_shards(pattern: str) -> list[Path]:
-    paths = sorted(glob.glob(pattern))
-    if not paths:
-        raise FileNotFoundError(f"DATA_PATH has no {pattern}\n{WAYS_TO_DATA}")
-    return [Path(path) for path in paths]
-
-
 def load_data_shard(path: str | Path) -> Tensor:
     """The tokens of a shard, uint16 (n,), mapped into memory. Raises InputError naming the file."""
-    require_file(path, f"DATA_PATH: {path}")
+    header = np.fromfile(path, "<i4", 3).tolist()
+    is_shard = header[:2] == SHARD_MAGIC_AND_VERSION and len(header) == 3
+    require(is_shard, f"{path}: not a token shard, it begins with {header}: get the file again")
     size = os.path.getsize(path)
-    magic, version, num_tokens = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
-    kind = [magic, version]
-    again = "get the file again"
-    problem = f"{path}: no token shard, it begins with {kind}: {again}"
-    require(kind == SHARD_MAGIC_AND_VERSION, problem)
-    fits = size == SHARD_HEADER_BYTES + 2 * num_tokens >= SHARD_HEADER_BYTES
-    require(fits, f"{path}: {size} bytes are not {num_tokens} tokens: {again}")
+    fits = header[2] >= 0 and size == SHARD_HEADER_BYTES + 2 * header[2]
+    require(fits, f"{path}: {size} bytes are not {header[2]} tokens: get the file again")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
 
 
 class TokenStream:
-    """The tokens of all shards that match a pattern, in the order of their names, for ever. Raises
-    FileNotFoundError without shards, InputError for bad shards and token ids."""
+    """The tokens of all shards that match a pattern, in the order of their names, for ever."""
 
     def __init__(self, pattern: str, vocab_size: int = 2**16) -> None:
-        self.paths = find_shards(pattern)
+        self.paths = sorted(glob.glob(pattern))
+        require(len(self.paths) > 0, f"DATA_PATH has no {pattern}\n{WAYS_TO_DATA}")
         self.vocab_size = vocab_size
         self.shards = [load_data_shard(path) for path in self.paths]
         self.shard = 0  # the next token is number `position` of number `shard`
@@ -647,18 +610,16 @@ class TokenStream:
 
     def take(self, n: int) -> Tensor:
         """The next n tokens, uint16 (n,)."""
-        parts = [torch.empty(0, dtype=torch.uint16)]
+        parts = []
         while n > 0:
             part = self.shards[self.shard][self.position : self.position + n]
-            wrong = np.flatnonzero(part.numpy() >= self.vocab_size)
-            if len(wrong):
-                token = f"token id {part.numpy()[wrong[0]]} at position {self.position + wrong[0]}"
-                limit = f"is not below VOCAB_SIZE={self.vocab_size}: set that of its tokenizer"
-                raise InputError(f"{self.paths[self.shard]}: {token} {limit}")
+            largest = part.numpy().max(initial=0)
+            problem = f"{self.paths[self.shard]}: token id {largest} is not in the vocabulary"
+            require(largest < self.vocab_size, f"{problem}, VOCAB_SIZE={self.vocab_size}")
             parts.append(part)
             n -= len(part)
             self.position += len(part)
-            if self.position == len(self.shards[self.shard]):
+            if self.position >= len(self.shards[self.shard]):
                 self.shard = (self.shard + 1) % len(self.shards)
                 self.position = 0
         return torch.cat(parts)
@@ -671,8 +632,8 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class DistributedTokenLoader:
-    """Deals one token stream out to the ranks in disjoint spans, the same for every world size,
-    and reads one batch ahead. A span's last token is a target only."""
+    """Deals one token stream out to the ranks in disjoint spans, the same for every world size. A
+    span's last token is a target only."""
 
     def __init__(
         self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
@@ -681,107 +642,55 @@ class DistributedTokenLoader:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
-        self.position = (0, 0)  # shard, and token in it, at which the next batch begins
-        self.ahead: Tensor | None = None  # the next batch, if it is as long as the last one
-        self.waited = 0.0  # seconds spent in next_batch
 
     def next_batch(
         self, global_tokens: int, seq_len: int, grad_accum_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 (B, T), of this rank's next micro-step; global_tokens make an
-        optimizer step. Raises InputError if its share is not whole sequences."""
-        started = time.perf_counter()
-        slots = self.world_size * grad_accum_steps
-        local = global_tokens // slots
-        problem = f"TRAIN_BATCH_TOKENS={global_tokens} must be a multiple of {slots * seq_len}"
-        require(local > 0 and local % seq_len == 0, problem)
-        if self.ahead is None or len(self.ahead) != local + 1:  # with the last target
-            self.seek(self.position)
-            self.ahead = self.read_span(local + 1)
-        tokens = self.ahead.to(torch.int64)
-        self.position = (self.stream.shard, self.stream.position)
-        self.ahead = self.read_span(local + 1)
-        self.waited += time.perf_counter() - started
+        """Inputs and targets, int64 (B, T), of a micro-step; global_tokens are a whole step's."""
+        span = global_tokens // (self.world_size * grad_accum_steps) + 1  # with the last target
+        tokens = self.stream.take(self.world_size * span)  # of W spans rank r keeps number r
+        tokens = upload(tokens.view(-1, span)[self.rank], self.device).to(torch.int64)
         return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
-
-    def read_span(self, span: int) -> Tensor:
-        """Of the next W spans rank r keeps number r."""
-        tokens = self.stream.take(self.world_size * span)
-        return upload(tokens.view(-1, span)[self.rank], self.device)
-
-    def seek(self, position: tuple[int, int]) -> None:
-        """Let the next batch begin at (shard, token). Raises IndexError beyond the shards."""
-        self.stream.shard, self.stream.position = position
-        if min(position) < 0 or position[1] > len(self.stream.shards[position[0]]):
-            raise IndexError(f"the shards have no position {position}")
-        self.position = tuple(position)
-        self.ahead = None
-
-
-def dataset_fingerprint(hp: Hyperparameters) -> dict[str, Any]:
-    """Each shard's size and sha256 of its header, first and last MiB; the tokenizer's sha256."""
-    prints = {"tokenizer": hashlib.sha256(Path(hp.tokenizer_path).read_bytes()).hexdigest()}
-    for path in find_shards(hp.files("train")) + find_shards(hp.files("val")):
-        data = np.memmap(path, mode="r")
-        ends = bytes(data[: SHARD_HEADER_BYTES + 2**20]) + bytes(data[-(2**20) :])
-        prints[path.name] = [len(data), hashlib.sha256(ends).hexdigest()]
-    return prints
 
 
 # ---- Evaluation ----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class TokenBytes:
-    """How much text each token stands for, in three arrays (V,)."""
-
-    length: np.ndarray  # bytes, without a leading space
-    leading_space: np.ndarray  # whether the piece begins with a space
-    no_text: np.ndarray  # control, unknown and unused pieces: behind them no space is written
-
-    def count(self, tokens: np.ndarray) -> int:
-        """The UTF-8 bytes of tokens[1:]; a leading space depends on the token before it."""
-        spaces = self.leading_space[tokens[1:]] & ~self.no_text[tokens[:-1]]
-        return int(self.length[tokens[1:]].sum() + spaces.sum())
-
-
-def load_tokenizer(hp: Hyperparameters) -> TokenBytes:
-    """The byte counts of the SentencePiece model at TOKENIZER_PATH."""
-    knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
-    if not os.path.isfile(hp.tokenizer_path):
-        raise FileNotFoundError(f"{knob} is not a file\n{WAYS_TO_DATA}")
-    try:
-        sp = sentencepiece.SentencePieceProcessor(model_file=hp.tokenizer_path)
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"{knob} must be a SentencePiece .model file: {error}") from None
-    size = sp.vocab_size()
-    space = "\u2581"  # as SentencePiece writes it
-    same = size == hp.vocab_size
-    require(same, f"{knob} has {size} pieces: set VOCAB_SIZE={size}, not {hp.vocab_size}")
-    has_space = not sp.IsUnknown(sp.PieceToId(space))
-    require(has_space, f"{knob} has no piece for a lone space (U+2581): train it with that piece")
-    no_text = [sp.IsControl(i) or sp.IsUnknown(i) or sp.IsUnused(i) for i in range(size)]
-    pieces = ["" if no_text[i] else sp.IdToPiece(i) for i in range(size)]
-    length = [len(piece.removeprefix(space).encode()) for piece in pieces]
-    length = [1 if sp.IsByte(i) else length[i] for i in range(size)]
-    leading_space = [piece.startswith(space) for piece in pieces]
-    return TokenBytes(np.array(length), np.array(leading_space), np.array(no_text))
+def count_bytes(tokenizer: sentencepiece.SentencePieceProcessor, tokens: np.ndarray) -> int:
+    """The UTF-8 bytes of the text that tokens[1:] stand for. A piece's leading space counts, but
+    not behind a token without text (control, unknown, unused), where no space is written."""
+    size = tokenizer.vocab_size()
+    num_bytes = np.zeros(size, dtype=np.int64)  # of each piece, without a leading space
+    has_text = np.zeros(size, dtype=bool)
+    leading_space = np.zeros(size, dtype=bool)
+    for i in range(size):
+        if tokenizer.IsControl(i) or tokenizer.IsUnknown(i) or tokenizer.IsUnused(i):
+            continue
+        piece = tokenizer.IdToPiece(i)
+        has_text[i] = True
+        leading_space[i] = piece.startswith("\u2581")  # a space, as SentencePiece writes it
+        num_bytes[i] = 1 if tokenizer.IsByte(i) else len(piece.removeprefix("\u2581").encode())
+    spaces = leading_space[tokens[1:]] & has_text[tokens[:-1]]
+    return int(num_bytes[tokens[1:]].sum() + spaces.sum())
 
 
 class Validation:
     """The validation split, cut to whole sequences and the last target."""
 
     def __init__(self, hp: Hyperparameters) -> None:
-        token_bytes = load_tokenizer(hp)
+        knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
+        require(os.path.isfile(hp.tokenizer_path), f"{knob} is not a file\n{WAYS_TO_DATA}")
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=hp.tokenizer_path)
+        size = tokenizer.vocab_size()
+        require(size == hp.vocab_size, f"{knob} has {size} pieces: set VOCAB_SIZE={size}")
         T = hp.train_seq_len
         stream = TokenStream(hp.files("val"), hp.vocab_size)
         tokens = stream.take(sum(len(shard) for shard in stream.shards))
         whole = (len(tokens) - 1) // T  # sequences
-        source = f"DATA_PATH={hp.data_path!r}: {len(tokens)} validation tokens"
-        require(whole > 0, f"{source} make no sequence of TRAIN_SEQ_LEN={T} and its last target")
-        kept = min(hp.max_val_tokens // T, whole) if hp.max_val_tokens > 0 else whole
+        problem = f"DATA_PATH={hp.data_path!r}: {len(tokens)} validation tokens are no sequence"
+        require(whole > 0, f"{problem} of TRAIN_SEQ_LEN={T} and its last target")
+        kept = min(max(hp.max_val_tokens // T, 1), whole) if hp.max_val_tokens > 0 else whole
         self.partial = f" partial:{kept}/{whole}" if kept < whole else ""  # behind every figure
         self.tokens = tokens[: kept * T + 1]  # uint16
-        self.num_bytes = token_bytes.count(self.tokens.numpy())
-        require(self.num_bytes > 0, f"{source} stand for no text: get the files again")
+        self.num_bytes = count_bytes(tokenizer, self.tokens.numpy())
 
     def bits_per_byte(self, loss: float) -> float:
         """loss: mean nats per target token."""
@@ -791,138 +700,138 @@ class Validation:
         return f"val_loss:{loss:.{digits}f} val_bpb:{self.bits_per_byte(loss):.{digits}f}"
 
 
-def rank_batches(num_windows: int, hp: Hyperparameters, runtime: "Runtime") -> list[slice]:
-    """This rank's part of all windows, in batches of VAL_BATCH_SIZE / BATCH_SLOTS tokens."""
-    first = num_windows * runtime.rank // runtime.world_size
-    last = num_windows * (runtime.rank + 1) // runtime.world_size
-    size = hp.val_batch_size // hp.batch_slots // hp.train_seq_len
-    return [slice(i, min(i + size, last)) for i in range(first, last, size)]
-
-
 @torch.no_grad()
-def evaluate(model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: "Runtime") -> float:
-    """The metric: mean cross-entropy in nats of tokens[1:], uint16 (n * T + 1,), in n windows of T
-    tokens side by side. The same on every rank."""
-    T = hp.train_seq_len
-    batches = rank_batches((len(tokens) - 1) // T, hp, runtime)
-    total = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    model.eval()
-    for i, batch in enumerate(batches):
-        runtime.log.show(f"validation: {i / len(batches):.0%}")
-        span = tokens[batch.start * T : batch.stop * T + 1]
-        span = upload(span, runtime.device).to(torch.int64)
-        losses = model(span[:-1].view(-1, T), span[1:].view(-1, T), "none")
-        total += losses.sum(dtype=torch.float64)
-    model.train()
-    return sum(runtime.gather(total.item())) / (len(tokens) - 1)
-
-
-@torch.no_grad()
-def evaluate_sliding(
-    model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: "Runtime"
-) -> float:
-    """The same mean, from windows that begin EVAL_STRIDE tokens apart: the first window that holds
-    a target scores it."""
+def evaluate(state: "TrainingState", tokens: Tensor, stride: int) -> float | None:
+    """The metric: mean cross-entropy in nats of tokens[1:], uint16 (n,), in windows of T tokens
+    that begin `stride` apart. The first window that holds a target scores it, so that a stride of T
+    scores windows side by side. The same on every rank; None if a signal interrupts it."""
+    hp, runtime = state.hp, state.runtime
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
-    starts = torch.tensor([*range(0, num_targets - T, hp.eval_stride), num_targets - T])
+    starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
     fresh = starts.diff(prepend=torch.tensor([-T]))  # targets that no window before has
+    first = len(starts) * runtime.rank // runtime.world_size  # of this rank's windows
+    last = len(starts) * (runtime.rank + 1) // runtime.world_size
+    batch_size = hp.val_batch_size // hp.batch_slots // T
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    model.eval()
-    for batch in rank_batches(len(starts), hp, runtime):
+    state.model.eval()
+    for i in range(first, last, batch_size):
+        if runtime.stop.signum:
+            break
+        batch = slice(i, min(i + batch_size, last))
         windows = torch.stack([tokens[start : start + T + 1] for start in starts[batch]])
         windows = upload(windows, runtime.device).to(torch.int64)
-        losses = model(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), "none")
+        losses = state.model(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), "none")
         scored = torch.arange(T) >= T - fresh[batch, None]
         total += (losses * upload(scored, runtime.device)).sum(dtype=torch.float64)
-    model.train()
-    return sum(runtime.gather(total.item())) / num_targets
+    state.model.train()
+    parts = runtime.gather((total.item(), runtime.stop.signum))
+    if any(signum for _, signum in parts):
+        return None
+    return sum(part for part, _ in parts) / num_targets
+
+
+def score(state: "TrainingState", validation: Validation, name: str) -> dict[str, Any]:
+    """Log the last lines, under this name: the score of the weights that gpt has now."""
+    hp, log = state.hp, state.runtime.log
+    partial = validation.partial
+    figures: dict[str, Any] = {"partial": partial}
+    if hp.eval_stride > 0:
+        loss = evaluate(state, validation.tokens, hp.eval_stride)
+        log(f"{name}_sliding stride:{hp.eval_stride} {validation.scores(loss, 8)}{partial}")
+        figures["sliding_val_bpb"] = validation.bits_per_byte(loss)
+    started = time.perf_counter()
+    loss = evaluate(state, validation.tokens, hp.train_seq_len)
+    eval_ms = 1000 * (time.perf_counter() - started)
+    if not math.isfinite(loss):
+        log(f"WARNING: the score is {loss}: train at lower learning rates")
+    if name == ARTIFACT_SCORE:
+        log(f"{name} {validation.scores(loss)} eval_time:{eval_ms:.0f}ms{partial}")
+        name = f"{name}_exact"
+    log(f"{name} {validation.scores(loss, 8)}{partial}")
+    return {**figures, "val_loss": loss, "val_bpb": validation.bits_per_byte(loss)}
 
 
 # ---- Export --------------------------------------------------------------------------------------
 SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
+ARTIFACT_SCORE = "final_int8_zlib_roundtrip"  # what the last lines of the log call it
 INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # quantizing smaller tensors gains nothing
 INT8_CLIP_QUANTILE = 0.9999984
+INT8_SCALE_FLOOR = 1 / 127  # of a matrix: a row of values up to 0.1 gets 12 steps a side
 
 
-def abs_quantile(rows: Tensor, q: float) -> Tensor:
-    """The q quantile of |row|, linearly interpolated, of each row of rows (n, m): fp32 (n,)."""
-    # torch.quantile would sort every row; this selects the few largest values.
-    m = rows.size(1)
-    weight, below = math.modf(np.float32(q) * np.float32(m - 1))  # in fp32, as in torch.quantile
-    largest = rows.abs().topk(m - int(below), dim=1).values
-    return torch.lerp(largest[:, -1], largest[:, -2:][:, 0], weight)
+def quantization_levels(name: str, weight: Tensor) -> int:
+    """How many steps a side a weight may use, if INT8_SCALE_FLOOR lets it: 31 would be int6."""
+    return 127
 
 
-def quantize_tensor(weight: Tensor, scale_floor: float) -> tuple[Tensor, Tensor]:
-    """weight as int8, and the scale: of each row of a matrix in fp16, else of the whole in fp32. No
-    row's scale is below scale_floor: at 1/127 a row of values up to 0.1 gets 12 steps a side."""
+def quantize_tensor(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """weight as int8, and the scale: of each row of a matrix in fp16, else of the whole in fp32."""
     is_matrix = weight.ndim == 2
-    rows = weight.float() if is_matrix else weight.float().reshape(1, -1)
-    clip = abs_quantile(rows, INT8_CLIP_QUANTILE)[:, None]
-    scale = (clip / 127).clamp_min(scale_floor if is_matrix else 0.0)
-    scale = torch.where(scale > 0, scale, 1.0)
-    values = (rows.clamp(-clip, clip) / scale).round().clamp(-127, 127).to(torch.int8)
+    rows = weight.float().reshape(len(weight) if is_matrix else 1, -1)
+    clip = rows.abs().amax(dim=1, keepdim=True)
+    if rows.size(1) <= 2**24:  # torch.quantile takes no longer rows
+        clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
+    scale = clip / levels
+    if is_matrix:
+        scale = scale.clamp_min(INT8_SCALE_FLOOR)
+    scale = torch.where(scale == 0, 1.0, scale)
+    values = (rows.clamp(-clip, clip) / scale).round().clamp(-levels, levels).to(torch.int8)
     return values.view(weight.shape), scale[:, 0].half() if is_matrix else scale[0, 0]
 
 
 def quantize_state_dict_int8(
     state_dict: Mapping[str, Tensor],
     keep_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS,
-    scale_floor: float = 1 / 127,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """The object that an artifact holds, and counts. Large floating-point tensors become int8;
     small ones fp16, or fp32 if their name holds one of keep_patterns."""
-    parts = ("quantized", "scales", "dtypes", "passthrough", "qmeta", "passthrough_orig_dtypes")
+    parts = ("quantized", "scales", "dtypes", "passthrough")
     obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
     for name, tensor in state_dict.items():
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            obj["quantized"][name], obj["scales"][name] = quantize_tensor(tensor, scale_floor)
+            levels = quantization_levels(name, tensor)
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(tensor, levels)
             obj["dtypes"][name] = dtype
             if tensor.ndim == 2:
-                obj["qmeta"][name] = {"scheme": "per_row", "axis": 0}
+                obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
         elif tensor.is_floating_point() and is_control_tensor(name, keep_patterns):
             obj["passthrough"][name] = tensor.float()
         elif tensor.dtype in (torch.float32, torch.bfloat16):
             obj["passthrough"][name] = tensor.half()
-            obj["passthrough_orig_dtypes"][name] = dtype
+            obj.setdefault("passthrough_orig_dtypes", {})[name] = dtype
         else:
             obj["passthrough"][name] = tensor
-    for optional in ("qmeta", "passthrough_orig_dtypes"):
-        if not obj[optional]:
-            del obj[optional]
-    num_float = sum(tensor.is_floating_point() for tensor in state_dict.values())
+    stored = ("quantized", "scales", "passthrough")
     return obj, {
         "param_count": sum(tensor.numel() for tensor in state_dict.values()),
         "num_tensors": len(state_dict),
-        "num_float_tensors": num_float,
-        "num_nonfloat_tensors": len(state_dict) - num_float,
-        "baseline_tensor_bytes": tensor_bytes(state_dict),
-        "int8_payload_bytes": tensor_bytes(obj),
+        "num_float_tensors": len(obj["quantized"]),
+        "num_nonfloat_tensors": sum(not t.is_floating_point() for t in state_dict.values()),
+        "baseline_tensor_bytes": sum(tensor.nbytes for tensor in state_dict.values()),
+        "int8_payload_bytes": sum(t.nbytes for part in stored for t in obj[part].values()),
     }
 
 
 def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state_dict from an object of quantize_state_dict_int8, in the dtypes it remembers. Raises
-    ValueError if a tensor has neither one scale nor one for each row."""
+    """The state_dict from an object of quantize_state_dict_int8, in the dtypes it remembers."""
     tensors = {name: tensor.clone() for name, tensor in obj["passthrough"].items()}
     for name, values in obj["quantized"].items():
-        scale = obj["scales"][name]
-        if scale.shape not in ((), values.shape[:1]):
-            raise ValueError(f"{name} has {tuple(scale.shape)} scales, not one or one a row")
-        tensors[name] = values.float() * scale.float().view(-1, *[1] * (values.ndim - 1))
+        scale = obj["scales"][name].float()  # one, or one a row
+        tensors[name] = values.float() * scale.view(-1, *[1] * (values.ndim - 1))
     for name, dtype in (obj["dtypes"] | obj.get("passthrough_orig_dtypes", {})).items():
         tensors[name] = tensors[name].to(getattr(torch, dtype))
     return tensors
 
 
-def tensor_bytes(obj: Any) -> int:
-    """The bytes of all tensors in nested dictionaries, if none shares its memory."""
-    if isinstance(obj, Mapping):
-        return sum(tensor_bytes(value) for value in obj.values())
-    return obj.numel() * obj.element_size() if isinstance(obj, Tensor) else 0
+def compress(data: bytes) -> bytes:
+    return zlib.compress(data, 9)
+
+
+def decompress(data: bytes) -> bytes:
+    return zlib.decompress(data)
 
 
 def serialize(obj: Any) -> bytes:
@@ -931,97 +840,135 @@ def serialize(obj: Any) -> bytes:
     return buffer.getvalue()
 
 
-def size_limit(gpt: nn.Module) -> int:
-    """More bytes than any file of gpt's has, unpacked: at most three fp32 values for a weight."""
-    return 16 * sum(p.numel() for p in gpt.parameters()) + 2**24
+def deserialize(data: bytes) -> dict[str, Any]:
+    """What serialize wrote, perhaps compressed. No code in it is run. Damage raises some error."""
+    if not data.startswith(b"PK"):  # as the zip archives of torch.save do
+        data = decompress(data)
+    damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()  # torch.load does not compare checksums
+    require(damaged is None, f"the checksum of {damaged} is wrong")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def unpack(data: bytes, name: str, limit: int) -> dict[str, Any]:
-    """What torch.save wrote into the file of this name, perhaps compressed by zlib. No code in it
-    is run. Raises InputError if it is damaged, or unpacks to more than limit bytes."""
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Whatever fails inside becomes an InputError that names the file."""
     try:
-        if not data.startswith(b"PK"):  # as the zip files of torch.save do
-            inflate = zlib.decompressobj()
-            data = inflate.decompress(data, limit)
-            require(inflate.eof, "it is cut short, or too large when unpacked")
-        archive = zipfile.ZipFile(io.BytesIO(data))
-        size = sum(entry.file_size for entry in archive.infolist())
-        require(size <= limit, f"it is too large when unpacked: {size} bytes")
-        require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
-        obj = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        require(isinstance(obj, dict), "it holds no dictionary")
-        require(tensor_bytes(obj) <= limit, "its tensors are too large when unpacked")
-        return obj
-    except Exception as error:  # zlib, zipfile and torch each have their own
-        reason = error if isinstance(error, InputError) else type(error).__name__
-        raise InputError(f"{name} is no model file, or is damaged: {reason}") from None
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{name} cannot be loaded: {reason}") from None
 
 
-def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
-    """Give gpt the weights of an artifact, a checkpoint or a plain state_dict."""
-    obj = unpack(data, name, size_limit(gpt))
-    try:
-        obj = obj["model"] if "checkpoint_format" in obj else obj
-        if "__quant_format__" in obj:
-            # Wrong shapes are refused before dequantizing makes them four times larger.
-            gpt.load_state_dict(obj["quantized"] | obj["passthrough"])
+def load_weights(gpt: nn.Module, data: bytes, name: str) -> bool:
+    """Give gpt the weights of an artifact, checkpoint or state_dict. Returns if it is quantized."""
+    with naming(name):
+        obj = deserialize(data)
+        quantized = "__quant_format__" in obj
+        if quantized:
             obj = dequantize_state_dict_int8(obj)
+        elif "optimizers" in obj:
+            obj = obj["model"]
         gpt.load_state_dict(obj)
-    except Exception as error:  # a foreign file may hold anything
-        reason = " ".join(str(error).split()) or repr(error)
-        raise InputError(f"{name} does not fit: {reason}: set the model's knobs") from None
+    return quantized
 
 
-# ==================================================================================================
-# Machinery: rarely edited.
-# ==================================================================================================
+def write_file(path: Path, data: bytes) -> None:
+    """Write atomically: a temporary file, then rename."""
+    temporary = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a failed write: what follows needs the room
+
+
+def write_or_warn(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
+    """write_file for what a run can do without. Returns whether it could be written."""
+    try:
+        write_file(path, data)
+        return True
+    except OSError as error:
+        log(f"WARNING: {path} cannot be written: {error.strerror}")
+        return False
+
+
+def export(state: "TrainingState") -> tuple[bytes, dict[str, int]]:
+    """Write the artifact, on rank 0. Returns its bytes, as the disk has them, and the sizes."""
+    hp, state_dict = state.hp, copy_tensors(state.gpt.state_dict(), "cpu")
+    obj, stats = quantize_state_dict_int8(state_dict, hp.int8_keep_float_fp32_name_patterns)
+    raw = serialize(obj)
+    path = Path(hp.output_dir, "final_model.int8.ptz")
+    write_file(path, compress(raw))
+    artifact = path.read_bytes()
+    plain = len(serialize(state_dict))
+    code = len(state.runtime.source)
+    payload = stats["int8_payload_bytes"]
+    total = len(artifact) + code
+    left = SIZE_LIMIT - total
+    state.runtime.log(
+        f"Serialized model: {plain} bytes\n"
+        f"Code size: {code} bytes\n"
+        f"Total submission size: {plain + code} bytes\n"
+        f"Serialized model int8+zlib: {len(artifact)} bytes (payload:{payload} "
+        f"raw_torch:{len(raw)} payload_ratio:{stats['baseline_tensor_bytes'] / payload:.2f}x)\n"
+        f"Total submission size int8+zlib: {total} bytes\n"
+        f"size_check:{'fits' if left >= 0 else 'too_large'} limit:{SIZE_LIMIT} bytes_left:{left}"
+    )
+    return artifact, {"bytes_total": total, "bytes_code": code}
+
+
+# ==== Machinery: rarely edited ====================================================================
 
 
 # ---- Runtime -------------------------------------------------------------------------------------
-class Log:
-    """Rank 0's lines, on the console and in OUTPUT_DIR/logs/RUN_ID.txt. Without hp it is silent."""
+def open_log(hp: Hyperparameters, source: bytes) -> Callable[[str], None]:
+    """Begin OUTPUT_DIR/logs/RUN_ID.txt. Returns what writes a line there and on the console."""
+    path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"RUN_ID={hp.run_id!r} is running already: set another") from None
+    print(source.decode(), "=" * 100, sep="\n", file=file)
+    print(f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}", file=file)
+    print(subprocess.getoutput("nvidia-smi"), "=" * 100, sep="\n", file=file)
 
-    def __init__(self, hp: Hyperparameters | None = None) -> None:
-        self.file: io.TextIOWrapper | None = None
-        self.clear = ""  # what wipes a status off the terminal
-        self.status_time = 0.0
-        if hp is None:
-            return
-        path = Path(hp.output_dir) / "logs" / f"{hp.run_id}.txt"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"RUN_ID={hp.run_id!r} is running already: set another") from None
-        except OSError as error:  # if the file is open, its file system has no locks
-            problem = f"OUTPUT_DIR={hp.output_dir!r} must be writable: {error}"
-            require(self.file is not None, problem)
-        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        gpus = subprocess.getoutput("nvidia-smi")
-        source = Path(__file__).read_text(encoding="utf-8")
-        rule = "=" * 100
-        self.file.write(f"{source}\n{rule}\n{versions}\n{gpus}\n{rule}\n")
-        self(str(path))
-
-    def __call__(self, line: str) -> None:
-        if self.file is None:
-            return
-        try:
-            print(f"{self.clear}{line}\n", end="", flush=True)
-        except OSError:  # a lost terminal or pipe costs lines, not the run
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        self.clear = ""
+    def log(line: str) -> None:
         with contextlib.suppress(OSError):
-            self.file.write(f"{line}\n")
+            print(line, file=file)
+        try:
+            print(line, flush=True)
+        except OSError:  # a lost terminal or pipe costs lines, not the run
+            sys.stdout = None
 
-    def show(self, status: str) -> None:
-        """On a terminal, show a status below the last line, at most four times a second."""
-        if self.file and os.isatty(1) and time.monotonic() > self.status_time + 0.25:
-            self.status_time = time.monotonic()
-            self.clear = "\x1b[K"
-            with contextlib.suppress(OSError):
-                print(f"{self.clear}{status}", end="\r", flush=True)
+    log(str(path))
+    return log
+
+
+class StopSignal:
+    """A wish to end after the step in hand. Another signal, a second later, ends at once."""
+
+    def __init__(self) -> None:
+        self.signum = 0  # 0: none has come
+        self.time = 0.0
+
+    def set_action(self, action: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
+                signal.signal(number, action)
+        self.signum = 0
+
+    def handle(self, signum: int, frame: Any) -> None:
+        if not self.signum:
+            self.signum = signum
+            self.time = time.monotonic()
+        elif time.monotonic() > self.time + 1:  # before, it is torchrun's copy of the first
+            os._exit(128 + signum)
 
 
 @dataclass(frozen=True)
@@ -1030,349 +977,214 @@ class Runtime:
 
     rank: int
     world_size: int  # W
-    distributed: bool  # there is a process group
     device: torch.device
     dtype: torch.dtype  # of activations and of Muon's updates
-    log: Log = Log()
+    compiled: bool
+    source: bytes = b""  # this file, as it was when the run began
+    log: Callable[[str], None] = lambda line: None  # rank 0's, on the console and in a file
+    stop: StopSignal = field(default_factory=StopSignal)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank. Every rank must call it."""
         values = [value] * self.world_size
-        if self.distributed:
+        if dist.is_initialized():
             dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank. Every rank must call it."""
         box = [value]
-        if self.distributed:
+        if dist.is_initialized():
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def sync_clock_and_signal(self, elapsed_ms: float, signum: int) -> tuple[float, int]:
-        """Rank 0's clock, so that all ranks have one learning rate, and any rank's signal or 0. On
-        the CPU: no device is waited for."""
-        box = torch.tensor([elapsed_ms if self.rank == 0 else 0, signum], dtype=torch.float64)
-        if self.distributed:
+    def sync_clock_and_signal(self, elapsed_ms: float) -> tuple[float, int]:
+        """Rank 0's clock, so that all ranks have one learning rate; any rank's signal or 0."""
+        clock = elapsed_ms if self.rank == 0 else 0.0
+        box = torch.tensor([clock, self.stop.signum], dtype=torch.float64)
+        if dist.is_initialized():
             dist.all_reduce(box, dist.ReduceOp.MAX)
         return box[0].item(), int(box[1])
 
 
-def read_topology(environ: Mapping[str, str], slots: int) -> tuple[int, int, int, bool]:
-    """(rank, world size, local rank, distributed) as torchrun sets them. Raises InputError."""
-    world_size = parse_knob("WORLD_SIZE", environ.get("WORLD_SIZE", "1"), int)
-    ways = f"launch {', '.join(str(n) for n in range(1, slots + 1) if slots % n == 0)} processes"
-    problem = f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={slots}: {ways}, or set BATCH_SLOTS"
-    require(world_size > 0 and slots % world_size == 0, problem)
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        return 0, 1, 0, False
-    rank = parse_knob("RANK", environ["RANK"], int)
-    require(0 <= rank < world_size, f"RANK={rank} must be from 0 to WORLD_SIZE-1={world_size - 1}")
-    port = parse_knob("MASTER_PORT", environ.get("MASTER_PORT", "0"), int)
-    has_address = "MASTER_ADDR" in environ and 0 < port < 2**16
-    require(has_address, "RANK needs MASTER_ADDR and MASTER_PORT: use torchrun, or unset RANK")
-    return rank, world_size, parse_knob("LOCAL_RANK", environ.get("LOCAL_RANK", "0"), int), True
-
-
-def open_device(hp: Hyperparameters, environ: Mapping[str, str], local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU and this rank's share of its cores."""
+def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU. Raises InputError."""
     num_gpus = torch.cuda.device_count()
-    if hp.device == "cuda" or (hp.device == "auto" and num_gpus > 0):
-        problem = f"DEVICE={hp.device!r} LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs"
-        require(0 <= local_rank < num_gpus, f"{problem}: start fewer processes, or set DEVICE=cpu")
-        torch.cuda.set_device(local_rank)
-        torch.backends.cuda.matmul.allow_tf32 = True
-        return torch.device("cuda", local_rank)
-    # torchrun sets 1 thread where none is set: 1 counts as unset.
-    processes = parse_knob("LOCAL_WORLD_SIZE", environ.get("LOCAL_WORLD_SIZE", "1"), int)
-    if processes > 1 and environ.get("OMP_NUM_THREADS", "1") == "1":
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-        torch.set_num_threads(max(cores // processes, 1))
-    return torch.device("cpu")
+    if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    problem = f"DEVICE={hp.device!r} LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs"
+    require(local_rank < num_gpus, f"{problem}: start fewer processes, or set DEVICE=cpu")
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return torch.device("cuda", local_rank)
 
 
-def has_fast_bf16(device: torch.device) -> bool:
-    """Without hardware for its products, bf16 is slower than fp32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return "amx_bf16" in flags or "avx512_bf16" in flags
-
-
-def open_runtime(hp: Hyperparameters, environ: Mapping[str, str]) -> Runtime:
-    rank, world_size, local_rank, distributed = read_topology(environ, hp.batch_slots)
-    device = open_device(hp, environ, local_rank)
-    bf16 = hp.dtype == "bf16" or (hp.dtype == "auto" and has_fast_bf16(device))
-    warnings.simplefilter("ignore", FutureWarning)  # newer torch deprecates names that 2.9 needs
+def open_runtime(hp: Hyperparameters) -> Runtime:
+    """Device, process group, log. Raises InputError."""
+    distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank = int(os.environ["RANK"]) if distributed else 0
+    world_size = int(os.environ["WORLD_SIZE"]) if distributed else 1
+    problem = f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}"
+    divides = world_size > 0 and hp.batch_slots % world_size == 0
+    require(divides, f"{problem}: launch another number of processes, or set BATCH_SLOTS")
+    device = open_device(hp, int(os.environ.get("LOCAL_RANK", "0")))
+    on_gpu = device.type == "cuda"
     if distributed:
-        # torchrun may keep its store over restarts: what earlier ranks wrote is not for these.
+        # torchrun keeps its store over restarts: what earlier ranks wrote there is not for these.
         store, _, _ = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         # gloo carries what lies on the CPU, so that the clock never waits for a GPU.
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         dist.barrier()
+    has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    bf16 = hp.dtype == "bf16" or (hp.dtype == "auto" and has_bf16)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    return Runtime(rank, world_size, distributed, device, dtype, Log(None if rank else hp))
-
-
-def compile_and_wrap(gpt: GPT, runtime: Runtime) -> tuple[nn.Module, Callable]:
-    """The model to call, and Newton-Schulz."""
-    hp = gpt.hp
-    on_gpu = runtime.device.type == "cuda"
-    model: nn.Module = gpt
-    newton_schulz_fn = newton_schulz
     compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
-    if compiled:  # a hook or a print that torch cannot trace needs COMPILE=0
+    source = Path(__file__).read_bytes()
+    log = open_log(hp, source) if rank == 0 else Runtime.log
+    return Runtime(rank, world_size, device, dtype, compiled, source, log)
+
+
+def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Ranks that differ in knobs, machine or data would wait for ever, or train on other tokens."""
+    own = {name.upper(): value for name, value in asdict(hp).items()}
+    for name in ("RUN_ID", "OUTPUT_DIR", "DATA_PATH", "TOKENIZER_PATH", "RESUME"):
+        del own[name]  # where a rank keeps its files is its own affair
+    own |= {"device": runtime.device.type, "dtype": str(runtime.dtype)}
+    own |= {"compilation": runtime.compiled, "torch": torch.__version__}
+    for path in glob.glob(hp.files("train")) + glob.glob(hp.files("val")):
+        with open(path, "rb") as file:
+            digest = hashlib.sha256(file.read(2**16)).hexdigest()
+        own[os.path.basename(path)] = f"{os.path.getsize(path)} bytes, sha256 {digest[:16]}"
+    if os.path.isfile(hp.tokenizer_path):
+        own["tokenizer"] = hashlib.sha256(Path(hp.tokenizer_path).read_bytes()).hexdigest()[:16]
+    every = runtime.gather(own)
+    for rank, other in enumerate(every):
+        for name in sorted(other.keys() | every[0].keys()):
+            values = f"{every[0].get(name)} on rank 0, but {other.get(name)} on rank {rank}"
+            require(other.get(name) == every[0].get(name), f"{name} is {values}: make them equal")
+
+
+def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
+    """The model to call."""
+    model: nn.Module = gpt
+    if runtime.compiled:  # a hook or a print that torch cannot trace needs COMPILE=0
+        # Each switch in a model doubles its graphs, and under fullgraph the limit is fatal.
+        torch._dynamo.config.recompile_limit = 256
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
-        newton_schulz_fn = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
-    if runtime.distributed:
-        options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-        model = nn.parallel.DistributedDataParallel(model, **options)
-    machine = f"device:{runtime.device} dtype:{runtime.dtype} compile:{compiled}"
-    runtime.log(f"{machine} cpu_threads:{torch.get_num_threads()}")
-    if hp.device == "auto" and torch.version.cuda and not on_gpu:
-        runtime.log("device:torch is built for CUDA but sees no GPU, so the CPU it is: nvidia-smi?")
-    return model, newton_schulz_fn
+    if dist.is_initialized():
+        ddp = nn.parallel.DistributedDataParallel
+        model = ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return model
 
 
-class StopRequest:
-    """A wish to end after the step in hand: SIGTERM, SIGINT, SIGHUP (unless ignored, as under
-    nohup), or a torchrun that is gone. The exit code is 128 + signal. A second signal, and one
-    outside of training, ends the process at once."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self.signum = 0
-        self.time = 0.0
-        self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else None
-
-    def set_action(self, action: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, action)
-
-    def handle(self, signum: int, frame: Any) -> None:
-        if not self.signum:
-            self.time = time.monotonic()
-            self.signum = signum
-        elif time.monotonic() > self.time + 1:  # before, it is torchrun's copy of the first
-            os._exit(128 + signum)
-
-    def wanted(self) -> int:
-        """The signal to obey, or 0."""
-        orphaned = self.torchrun is not None and os.getppid() != self.torchrun
-        return signal.SIGTERM if orphaned else self.signum
-
-
-def report_error(error: Exception, environ: Mapping[str, str]) -> None:
+def report_error(error: Exception) -> None:
     """Say why the run fails, also in the file that torchrun repeats as its last words. Rank 0
-    speaks first of what all ranks meet. A rank that has lost another (a RuntimeError) waits, so
-    that the other is heard: torchrun ends those that wait."""
-    is_users = isinstance(error, InputError | OSError)
-    if isinstance(error, RuntimeError) or (is_users and environ.get("RANK", "0") != "0"):
+    speaks first of what all ranks meet; whoever has lost another rank (a RuntimeError) waits."""
+    if os.environ.get("RANK", "0") != "0" or isinstance(error, RuntimeError):
         time.sleep(1)
-    text = "".join(traceback.format_exception(error))
-    if is_users:
-        kind = "ValueError" if isinstance(error, InputError) else type(error).__name__
-        text = f"{kind}: {error}\n"
+    if isinstance(error, InputError | OSError):  # what users can put right needs no traceback
         error.__traceback__ = error.__cause__ = error.__context__ = None
     get_error_handler().record_exception(error)
-    print(text, end="", file=sys.stderr, flush=True)
+    sys.excepthook(type(error), error, error.__traceback__)
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
-# A resumed run needs the same model: these knobs must not change.
-MODEL_KNOBS = (
-    "vocab_size num_layers model_dim num_heads num_kv_heads mlp_mult tie_embeddings rope_base "
-    "logit_softcap train_seq_len control_tensor_name_patterns".split()
-)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write beside, flush, rename: path is always the whole old or new file. Raises InputError."""
-    beside = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()  # a full disk has no room for half a file
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def read_file(path: str | Path, name: str, gpt: GPT) -> bytes:
-    """A file of gpt's. Raises InputError if it cannot be read, or is too large to be one."""
-    require_file(path, name)
-    small = os.path.getsize(path) <= size_limit(gpt)
-    require(small, f"{name} is too large for this model: set the knobs of the model in the file")
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"{name} cannot be read: {error.strerror}") from None
+def copy_tensors(value: Any, device: torch.device | str) -> Any:
+    """value, with copies of all tensors in it on the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: copy_tensors(part, device) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copy_tensors(part, device) for part in value)
+    return value
 
 
 @dataclass
 class TrainingState:
-    """All that a step changes, and its files OUTPUT_DIR/checkpoints/RUN_ID/step_*.pt, which are
-    rank 0's. A checkpoint holds what `snapshot` returns, the knobs and the data's fingerprint."""
+    """All that a step changes, and what it needs. Under EVAL_ONLY without optimizers and loader."""
 
+    hp: Hyperparameters
     runtime: Runtime
     gpt: GPT
     model: nn.Module  # gpt, compiled and wrapped
     optimizers: list[torch.optim.Optimizer]
-    loader: DistributedTokenLoader
+    loader: DistributedTokenLoader | None
     stopwatch: "Stopwatch"
     step: int = 0  # steps done
-    writer: threading.Thread | None = None  # of the last checkpoint
 
-    @functools.cached_property
-    def dataset(self) -> dict[str, Any]:
-        """The fingerprint of this run's data, read once."""
-        return dataset_fingerprint(self.gpt.hp)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Copies on the CPU of all that a run needs to go on, in types that torch.load takes
-        without code. Optimizer state, of all ranks, goes by the names of the parameters."""
-        names = {param: name for name, param in self.gpt.named_parameters()}
-        held = {}
-        for optimizer in self.optimizers:
-            for param, state in optimizer.state.items():
-                copies = {key: value.to("cpu", copy=True) for key, value in state.items()}
-                held[names[param]] = copies
-        model = {name: value.to("cpu", copy=True) for name, value in self.gpt.state_dict().items()}
-        kind, keys, *rest = np.random.get_state()
-        rng = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
-        rng["torch"] = torch.get_rng_state()
-        if self.runtime.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state()
-        return {
-            "checkpoint_format": 1,
+    def state_dict(self) -> dict[str, Any]:
+        """Copies on the CPU of all that a run needs to go on."""
+        state = {
             "step": self.step,
             "train_ms": self.stopwatch.elapsed_ms(),
-            "stream": self.loader.position,
-            "random": rng,
-            "model": model,
-            "optimizers": dict(collections.ChainMap(*self.runtime.gather(held))),
+            "stream": (self.loader.stream.shard, self.loader.stream.position),
+            "model": self.gpt.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
+        return copy_tensors(state, "cpu")
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go back to a snapshot. What has a wrong kind, shape or range raises some exception."""
-        step = saved["step"]
-        held = saved["optimizers"]
-        require(min(step, saved["train_ms"]) >= 0, "a step or time below 0")
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.gpt.load_state_dict(saved["model"])
-        names = {}
-        for name, param in self.gpt.named_parameters():
-            names[param] = name
-            complete = step == 0 or held.get(name) or not param.requires_grad
-            shapes = {value.shape for value in held.get(name, {}).values()}
-            require(complete and shapes <= {param.shape, ()}, f"no fitting optimizer state: {name}")
-        for optimizer in self.optimizers:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            is_muon = isinstance(optimizer, Muon)  # of whose state each rank holds a share
-            own = set(optimizer.shares(params)[optimizer.rank] if is_muon else params)
-            state = {i: held.get(names[p], {}) for i, p in enumerate(params) if p in own}
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        self.loader.seek(saved["stream"])
-        random.setstate(saved["random"]["python"])
-        np.random.set_state(saved["random"]["numpy"])
-        torch.set_rng_state(saved["random"]["torch"])
-        if "cuda" in saved["random"] and self.runtime.device.type == "cuda":
-            torch.cuda.set_rng_state(saved["random"]["cuda"])
-        self.step = step
+        for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
+            load_optimizer(optimizer, saved_optimizer)
+        self.loader.stream.shard, self.loader.stream.position = saved["stream"]
+        self.step = saved["step"]
         self.stopwatch.reset(saved["train_ms"])
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.gpt.hp.output_dir, "checkpoints", self.gpt.hp.run_id)
 
-    def paths(self) -> list[Path]:
-        """The newest first, by the time of writing: after going back, earlier steps are newer."""
-        paths = sorted(self.folder.glob("step_*.pt"))
-        return sorted(paths, key=lambda path: path.lstat().st_mtime_ns)[::-1]
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """PyTorch's load_state_dict, but the knobs of now count, and state keeps its types: PyTorch
+    rounds fp32 state of a bf16 parameter to bf16, and takes a string apart."""
+    knobs = ("lr", "base_lr", "betas", "eps", "backend_steps")
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        saved_group.update({key: group[key] for key in knobs if key in group})
+    optimizer.load_state_dict(saved)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, param in enumerate(params):
+        for key, value in saved["state"].get(i, {}).items():
+            if key != "step":  # PyTorch knows on which device its step counts belong
+                optimizer.state[param][key] = copy_tensors(value, param.device)
 
-    def save(self) -> None:
-        """Copy everything now, and write it in the background. Raises InputError if the weights are
-        not finite: no good checkpoint shall make room for them."""
-        total = sum(param.detach().float().sum() for param in self.gpt.parameters())
-        require_finite("sum of the weights", total.item(), self.step)
-        self.wait()
-        saved = self.snapshot()
-        if self.runtime.rank == 0:
-            self.writer = threading.Thread(target=self.write, args=(saved,))
-            self.writer.start()
 
-    def write(self, saved: dict[str, Any]) -> None:
-        """Write a checkpoint. If that fails, the run goes on without it."""
-        path = self.folder / f"step_{saved['step']:08d}.pt"
-        try:
-            for stale in self.folder.glob("*.part"):  # of a run that was killed
-                stale.unlink()
-            saved |= {"knobs": asdict(self.gpt.hp), "dataset": self.dataset}
-            write_file(path, serialize(saved))
-            self.runtime.log(f"checkpoint:{path}")
-        except (InputError, OSError) as error:
-            self.runtime.log(f"checkpoint:failed, the older ones stay: {error}")
-            return
-        for old in self.paths()[self.gpt.hp.keep_checkpoints :]:
-            with contextlib.suppress(OSError):
-                old.unlink()
+def save_checkpoint(state: TrainingState) -> bool:
+    """Write it on rank 0, while the clock stands still. Returns whether that was possible."""
+    state.stopwatch.pause()
+    total = sum(param.detach().float().sum() for param in state.gpt.parameters())
+    if not math.isfinite(total.item()):
+        state.runtime.log(f"WARNING: no checkpoint: the sum of the weights is {total.item()}")
+        return False
+    if state.runtime.rank != 0:
+        return True
+    path = state.hp.checkpoint_path()
+    data = serialize({**state.state_dict(), "knobs": asdict(state.hp)})
+    written = write_or_warn(path, data, state.runtime.log)
+    if written:
+        state.runtime.log(f"checkpoint:{path} step:{state.step}")
+    return written
 
-    def wait(self) -> None:
-        """Until the last checkpoint has reached the disk."""
-        if self.writer is not None:
-            self.writer.join()
 
-    def load(self) -> None:
-        """Restore on every rank what RESUME means, if anything. Raises InputError on rank 0."""
-        saved = self.runtime.broadcast(None if self.runtime.rank else self.find())
-        if saved is not None and self.runtime.rank != 0:
-            self.restore(saved)
-
-    def find(self) -> dict[str, Any] | None:
-        """The checkpoint that RESUME means, restored. auto goes past those that are damaged."""
-        hp = self.gpt.hp
-        paths = self.paths()
-        problems = []
-        if hp.resume not in ("", "auto"):
-            return self.read(Path(hp.resume), f"RESUME={hp.resume!r}")
-        free = hp.resume == "auto" or not paths
-        require(free, f"RUN_ID={hp.run_id!r} has checkpoints: set RESUME=auto or another RUN_ID")
-        for path in paths:
-            try:
-                return self.read(path, str(path))
-            except InputError as error:
-                problems.append(str(error))
-                self.runtime.log(f"resume:damaged, trying the one before it: {error}")
-        require(not paths, f"RESUME='auto' finds no good checkpoint: {problems[:1]}")
-        return None
-
-    def read(self, path: Path, name: str) -> dict[str, Any]:
-        """Restore a checkpoint. Raises InputError if it is damaged, or of another model or data."""
-        saved = unpack(read_file(path, name, self.gpt), name, size_limit(self.gpt))
-        try:
-            require(saved["checkpoint_format"] == 1, "another format")
-            old, new = saved["knobs"], asdict(self.gpt.hp)
-            changed = [key for key in new if old.get(key, new[key]) != new[key] and key != "resume"]
-            refused = [key for key in changed if key in MODEL_KNOBS]
-            changes = [f"{key.upper()}:{old[key]}->{new[key]}" for key in refused or changed]
-            require(not refused, f"another model: {' '.join(changes)}: set what it was")
-            files = self.dataset.keys() | saved["dataset"].keys()
-            other = sorted(f for f in files if self.dataset.get(f) != saved["dataset"].get(f))
-            require(not other, f"other data: {' '.join(other)}: set DATA_PATH and TOKENIZER_PATH")
-            self.restore(saved)
-        except InputError as error:
-            raise InputError(f"{name} cannot be resumed: {error}") from None
-        except Exception as error:  # a foreign file may hold anything
-            raise InputError(f"{name} is no checkpoint of this program: {error!r}") from None
-        told = " ".join(changes) or "nothing"
-        self.runtime.log(f"resume:{path} step:{saved['step']} changed:{told}")
-        return saved
+def load_checkpoint(state: TrainingState) -> None:
+    """Go on from what RESUME means, if anything. Raises InputError."""
+    hp, runtime = state.hp, state.runtime
+    path = Path(hp.resume) if hp.resume not in ("", "auto") else hp.checkpoint_path()
+    name = f"RESUME={hp.resume!r}: {path}"
+    saved = None
+    if runtime.rank == 0 and (path.exists() or hp.resume not in ("", "auto")):
+        require(hp.resume != "", f"{path} exists: set RESUME=auto or another RUN_ID")
+        with naming(name):
+            saved = deserialize(path.read_bytes())
+    saved = runtime.broadcast(saved)
+    if saved is None:
+        return
+    with naming(name):
+        state.load_state_dict(saved)
+        old = {**saved["knobs"], "resume": hp.resume}
+        new = [(key, value) for key, value in asdict(hp).items() if old.get(key) != value]
+        changes = [f"{key.upper()}:{old.get(key)}->{value}" for key, value in new]
+    runtime.log(f"resume:{path} step:{state.step} changed:{' '.join(changes)}")
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -1400,8 +1212,7 @@ class Stopwatch:
         self.reset(self.elapsed_ms())
 
     def lap(self) -> None:
-        """After each step. The host stays one step ahead, so that its clock follows the device and
-        the device has work."""
+        """After each step. Wait for the previous step, not this one: the GPU stays busy."""
         previous = self.last_step
         self.last_step = self.device.Event()
         self.last_step.record()
@@ -1409,27 +1220,23 @@ class Stopwatch:
             previous.synchronize()
 
     def elapsed_ms(self) -> float:
-        running = 0.0 if self.started is None else time.perf_counter() - self.started
-        return self.before_ms + 1000 * running
+        if self.started is None:
+            return self.before_ms
+        return self.before_ms + 1000 * (time.perf_counter() - self.started)
 
     def report(self, step: int) -> str:
         elapsed_ms = self.elapsed_ms()
         return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
 
 
-def require_finite(what: str, value: float, step: int) -> None:
-    advice = "go back to the last checkpoint, with lower learning rates or with GRAD_CLIP_NORM"
-    require(math.isfinite(value), f"step:{step} the {what} is {value}: {advice}")
-
-
 def train_step(state: TrainingState) -> Tensor:
     """One optimizer step. Returns the mean loss of this rank's tokens."""
-    hp, runtime = state.gpt.hp, state.runtime
+    hp = state.hp
     # A batch has 8 slots (BATCH_SLOTS), so that 1, 2, 4 or 8 ranks take the same optimizer step.
-    grad_accum_steps = hp.batch_slots // runtime.world_size
-    total_loss = torch.zeros((), device=runtime.device)
+    grad_accum_steps = hp.batch_slots // state.runtime.world_size
+    total_loss = torch.zeros((), device=state.runtime.device)
     for micro_step in range(grad_accum_steps):
-        if runtime.distributed:
+        if dist.is_initialized():
             # Gradients add up on each rank and are synchronized on the last micro-step only: one
             # exchange instead of many. DDP reads this flag in its forward pass.
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
@@ -1440,7 +1247,9 @@ def train_step(state: TrainingState) -> Tensor:
         loss.backward()
         total_loss += loss.detach()
     for name, param in state.gpt.named_parameters():
-        assert param.grad is not None or not param.requires_grad, f"{name} got no gradient"
+        require(
+            param.grad is not None or not param.requires_grad, f"{name} got no gradient: use it"
+        )
     if hp.grad_clip_norm > 0:
         nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
     for optimizer in state.optimizers:
@@ -1451,48 +1260,56 @@ def train_step(state: TrainingState) -> Tensor:
 
 def warm_up(state: TrainingState) -> None:
     """Take WARMUP_STEPS steps, which compile every graph, and undo them."""
-    wanted = state.gpt.hp.warmup_steps
-    start = state.snapshot()
-    set_schedule(state.optimizers, 1.0, muon_momentum(state.gpt.hp, 0))
-    # At least one with several ranks: DDP regroups its buckets after the first step of a process,
-    # which changes how sums are rounded.
-    for step in range(1, max(wanted, int(state.runtime.distributed)) + 1):
-        state.runtime.log.show(f"warmup_step:{step - 1}/{wanted}")
+    wanted = state.hp.warmup_steps
+    start = state.state_dict()
+    set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
+    # With several ranks at least one: DDP regroups its buckets after it, which rounds sums anew.
+    for step in range(1, max(wanted, int(dist.is_initialized())) + 1):
         train_step(state)
-        if step <= wanted <= 20 or step % 10 == 0 or step == wanted:
+        if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
-    state.restore(start)
-    state.loader.waited = 0.0
+    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+    rates = {param: group["lr"] for group in groups for param in group["params"]}
+    for name, param in state.gpt.named_parameters():
+        trained = param.requires_grad and param.numel() > 0 and rates.get(param, 1.0) > 0
+        # Behind two layers that start at zero, a parameter moves in the third step.
+        if wanted >= 3 and trained and torch.equal(param.cpu(), start["model"][name]):
+            state.runtime.log(f"WARNING: {name} does not train: the warm-up has not changed it")
+    state.load_state_dict(start)
 
 
-def validate(state: TrainingState, validation: Validation) -> float:
-    hp, runtime = state.gpt.hp, state.runtime
+def validate(state: TrainingState, validation: Validation) -> float | None:
+    """The loss, logged; None if a signal has come in between."""
     state.stopwatch.pause()
-    loss = evaluate(state.model, validation.tokens, hp, runtime)
-    times = state.stopwatch.report(state.step) + validation.partial
-    runtime.log(f"step:{state.step}/{hp.iterations} {validation.scores(loss)} {times}")
+    loss = evaluate(state, validation.tokens, state.hp.train_seq_len)
+    if loss is not None:
+        times = state.stopwatch.report(state.step) + validation.partial
+        step_name = f"step:{state.step}/{state.hp.iterations}"
+        state.runtime.log(f"{step_name} {validation.scores(loss)} {times}")
     return loss
 
 
-def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tuple[bool, int]:
-    """Steps until ITERATIONS, the wallclock cap or a signal. Returns whether the cap ended it, and
-    the signal or 0."""
-    hp, runtime, stopwatch = state.gpt.hp, state.runtime, state.stopwatch
+def train(state: TrainingState, validation: Validation) -> int:
+    """Steps until ITERATIONS, the wallclock cap or a signal. Returns the signal or 0."""
+    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
     cap_ms = 1000 * hp.max_wallclock_seconds
-    begun_at = state.step
-    last_loss = ""  # as it was logged
     stopwatch.start()
     while True:
-        elapsed_ms, signum = runtime.sync_clock_and_signal(stopwatch.elapsed_ms(), stop.wanted())
-        capped = 0 < cap_ms <= elapsed_ms and state.step < hp.iterations
-        finished = capped or state.step >= hp.iterations
-        due = hp.checkpoint_every > 0 and (finished or state.step % hp.checkpoint_every == 0)
-        if signum or (due and state.step > begun_at):
-            state.save()
-        if signum or finished:
-            return capped, signum
+        elapsed_ms, signum = runtime.sync_clock_and_signal(stopwatch.elapsed_ms())
+        step_name = f"step:{state.step}/{hp.iterations}"
+        if signum:
+            saved = save_checkpoint(state)
+            way = f"to go on, set RESUME=auto and RUN_ID={hp.run_id}" if saved else "not saved"
+            runtime.log(f"stopped: signal:{signum} {step_name}: {way}")
+            return signum
+        if state.step > 0 and hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
+            save_checkpoint(state)
+            stopwatch.start()
+        if state.step >= hp.iterations or (cap_ms > 0 and elapsed_ms >= cap_ms):
+            return 0
         if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
-            require_finite("val_loss", validate(state, validation), state.step)
+            if validate(state, validation) is None:
+                continue
             stopwatch.start()
 
         factor = lr_factor(hp, state.step, elapsed_ms)
@@ -1501,35 +1318,22 @@ def train(state: TrainingState, validation: Validation, stop: StopRequest) -> tu
         stopwatch.lap()
         state.step += 1
 
-        due = hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0)
-        tell = runtime.log if due else runtime.log.show
-        if due:
+        step_name = f"step:{state.step}/{hp.iterations}"
+        if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
             loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-            last_loss = f"train_loss:{loss:.4f} "
-        times = stopwatch.report(state.step)
-        tell(f"step:{state.step}/{hp.iterations} {last_loss}{times}")
-        if due:
-            require_finite("train_loss", loss, state.step)
-        if state.step == 10 and factor < 1 and hp.warmdown_frac == 0 < cap_ms:
-            problem = f"WARMDOWN_ITERS={hp.warmdown_iters} such steps are longer than the run"
-            runtime.log(f"warmdown:begun already: {problem}: try WARMDOWN_FRAC=0.2, its last fifth")
+            runtime.log(f"{step_name} train_loss:{loss:.4f} {stopwatch.report(state.step)}")
+            if state.step < hp.iterations:  # a finished run is exported and scored
+                advice = "go back to the last checkpoint with lower rates, or with GRAD_CLIP_NORM"
+                require(math.isfinite(loss), f"step:{state.step} train_loss is {loss}: {advice}")
+        # Under a cap, ten steps tell how long WARMDOWN_ITERS of them will take.
+        if hp.warmdown_frac <= 0 and factor < 1 and state.step == (10 if cap_ms > 0 else 1):
+            problem = f"WARMDOWN_ITERS={hp.warmdown_iters} steps take longer than the whole run"
+            runtime.log(f"WARNING: warmdown: {problem}: try WARMDOWN_FRAC=0.2, its last fifth")
 
 
 # ---- main ----------------------------------------------------------------------------------------
-def prepare_demo(hp: Hyperparameters, log: Log) -> None:
-    """Build the demo's data. Each rank calls the builder, which has a lock."""
-    script = Path(__file__).with_name("data") / "demo_corpus.py"
-    command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, capture_output=True, text=True)
-    reason = (result.stderr.strip() or "no message").splitlines()[-1]
-    require(result.returncode == 0, f"PRESET=demo: {script} failed: {reason}")
-    log(result.stdout.rstrip())
-
-
 def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: GPT) -> None:
-    backends = []
-    for name in ATTENTION_BACKENDS:
-        backends.append(f"{name}={getattr(torch.backends.cuda, f'{name}_sdp_enabled')()}")
+    cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device)
     tied = hp.tie_embeddings
     runtime.log(
         f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}\n"
@@ -1539,206 +1343,130 @@ def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: 
         f"tokens:{len(validation.tokens) - 1}{validation.partial}\n"
         f"model_params:{sum(p.numel() for p in gpt.parameters())}\n"
         f"world_size:{runtime.world_size} grad_accum_steps:{hp.batch_slots // runtime.world_size}\n"
-        f"sdp_backends:{' '.join(backends)}\n"
+        f"sdp_backends:cudnn={cudnn} flash=True mem_efficient=True math=True\n"
         f"attention_mode:gqa num_heads:{hp.num_heads} num_kv_heads:{hp.num_kv_heads}\n"
         f"tie_embeddings:{tied} embed_lr:{hp.tied_embed_lr if tied else hp.embed_lr} "
         f"head_lr:{0.0 if tied else hp.head_lr} matrix_lr:{hp.matrix_lr} scalar_lr:{hp.scalar_lr}\n"
         f"train_batch_tokens:{hp.train_batch_tokens} train_seq_len:{hp.train_seq_len} "
         f"iterations:{hp.iterations} warmup_steps:{hp.warmup_steps} "
         f"max_wallclock_seconds:{hp.max_wallclock_seconds:.3f}\n"
-        f"seed:{hp.seed}"
+        f"seed:{hp.seed}\n"
+        f"knobs:{hp.changed()}\n"
+        f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
+        f"cpu_threads:{torch.get_num_threads()}"
     )
 
 
 def check_replicas(state: TrainingState) -> None:
-    """The weights and Adam's step counts of all ranks must have the same bits."""
-    if not state.runtime.distributed:
-        return
-    states = [held for optimizer in state.optimizers for held in optimizer.state.values()]
-    steps = [int(held["step"]) for held in states if "step" in held]
-    weights = {name: tensor.cpu() for name, tensor in state.gpt.state_dict().items()}
-    digests = state.runtime.gather(hashlib.sha256(serialize((steps, weights))).digest())
+    """The weights of all ranks should have the same bits."""
+    weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
+    digests = state.runtime.gather(hashlib.sha256(weights).hexdigest())
     strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if strays:
-        raise RuntimeError(f"the weights or step counts of ranks {strays} differ from rank 0's")
-    state.runtime.log("replicas:identical")
+        state.runtime.log(f"WARNING: replicas: the weights of ranks {strays} differ from rank 0's")
+    elif len(digests) > 1:
+        state.runtime.log("replicas:identical")
 
 
-def log_memory_and_speed(state: TrainingState) -> None:
-    """Peak memory of the GPU, else of the process; speed; the share of the time that data took."""
+def log_memory(runtime: Runtime) -> None:
+    """Peak memory of the GPU, else of the process."""
     unit = 1 if sys.platform == "darwin" else 1024
     allocated = reserved = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if state.runtime.device.type == "cuda":
+    if runtime.device.type == "cuda":
         allocated = torch.cuda.max_memory_allocated()
         reserved = torch.cuda.max_memory_reserved()
-    seconds = max(state.stopwatch.elapsed_ms() / 1000, 1e-9)
-    speed = state.step * state.gpt.hp.train_batch_tokens / seconds
-    state.runtime.log(
-        f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB\n"
-        f"speed: tokens_per_s:{speed:.0f} data_wait:{state.loader.waited / seconds:.3f}"
-    )
-
-
-def export(gpt: GPT, log: Log) -> tuple[bytes, dict[str, int], list[str]]:
-    """Write the models. Returns the artifact (read back if both could be written), sizes, and
-    problems."""
-    hp = gpt.hp
-    state_dict = {name: tensor.cpu() for name, tensor in gpt.state_dict().items()}
-    patterns = hp.int8_keep_float_fp32_name_patterns
-    obj, stats = quantize_state_dict_int8(state_dict, patterns, hp.int8_scale_floor)
-    plain = serialize(state_dict)
-    raw = serialize(obj)
-    artifact = zlib.compress(raw, 9)
-    problems = []
-    for name, data in (("final_model.pt", plain), ("final_model.int8.ptz", artifact)):
-        try:
-            write_file(Path(hp.output_dir, name), data)
-        except InputError as error:
-            problems.append(str(error))
-    if not problems:
-        artifact = Path(hp.output_dir, "final_model.int8.ptz").read_bytes()
-    code = os.path.getsize(__file__)
-    payload = stats["int8_payload_bytes"]
-    total = len(artifact) + code
-    left = SIZE_LIMIT - total
-    log(
-        f"Serialized model: {len(plain)} bytes\n"
-        f"Code size: {code} bytes\n"
-        f"Total submission size: {len(plain) + code} bytes\n"
-        f"Serialized model int8+zlib: {len(artifact)} bytes (payload:{payload} "
-        f"raw_torch:{len(raw)} payload_ratio:{stats['baseline_tensor_bytes'] / payload:.2f}x)\n"
-        f"Total submission size int8+zlib: {total} bytes\n"
-        f"size_check:{'fits' if left >= 0 else 'too_large'} limit:{SIZE_LIMIT} bytes_left:{left}"
-    )
-    sizes = {"bytes_total": total, "bytes_code": code, "bytes_left": left, "fits": left >= 0}
-    return artifact, sizes, problems
-
-
-def score(
-    model: nn.Module, validation: Validation, hp: Hyperparameters, runtime: Runtime
-) -> dict[str, float]:
-    """The last lines: the score of the weights that gpt has now. Raises InputError if it is no
-    finite number."""
-    name = "final_int8_zlib_roundtrip"
-    tokens = validation.tokens
-    end = validation.partial
-    figures = {}
-    if hp.eval_stride:
-        loss = evaluate_sliding(model, tokens, hp, runtime)
-        figures["sliding_val_loss"] = loss
-        figures["sliding_val_bpb"] = validation.bits_per_byte(loss)
-        scores = f"stride:{hp.eval_stride} {validation.scores(loss, 8)}"
-        runtime.log(f"{name}_sliding {scores}{end}")
-    started = time.perf_counter()
-    loss = evaluate(model, tokens, hp, runtime)
-    ms = 1000 * (time.perf_counter() - started)
-    runtime.log(f"{name} {validation.scores(loss)} eval_time:{ms:.0f}ms{end}")
-    runtime.log(f"{name}_exact {validation.scores(loss, 8)}{end}")
-    require(math.isfinite(loss), f"the score is {loss}: train at lower learning rates")
-    return {"val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "eval_ms": ms, **figures}
+    runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
 
 
 def write_result(state: TrainingState, figures: Mapping[str, Any]) -> None:
-    """What came of the run, and where, on which data and with which knobs."""
-    runtime = state.runtime
-    versions = {"python": sys.version.split()[0]}
-    for module in (torch, np, sentencepiece):
-        versions[module.__name__] = str(module.__version__)
-    gpu = torch.cuda.get_device_name() if runtime.device.type == "cuda" else None
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "gpu": gpu}
-    machine |= {"device": str(runtime.device), "dtype": str(runtime.dtype)}
-    machine["world_size"] = runtime.world_size
-    result = {**figures, "versions": versions, "machine": machine}
-    result |= {"knobs": asdict(state.gpt.hp), "dataset": state.dataset}
-    path = Path(state.gpt.hp.output_dir, "final_result.json")
-    write_file(path, json.dumps(result, indent=1).encode())
+    """What came of the run, and where, and with which knobs."""
+    result = {
+        **figures,
+        "steps": state.step,
+        "train_ms": state.stopwatch.elapsed_ms(),
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "device": str(state.runtime.device),
+        "world_size": state.runtime.world_size,
+        "knobs": asdict(state.hp),
+    }
+    path = Path(state.hp.output_dir, "final_result.json")
+    write_or_warn(path, json.dumps(result, indent=1).encode(), state.runtime.log)
 
 
-def train_and_export(state: TrainingState, validation: Validation, stop: StopRequest) -> int:
-    runtime, gpt, hp = state.runtime, state.gpt, state.gpt.hp
-    state.load()
+def train_and_export(state: TrainingState, validation: Validation) -> int:
+    """Returns the exit code."""
+    hp, runtime = state.hp, state.runtime
+    load_checkpoint(state)
     warm_up(state)
-    stop.set_action(stop.handle)
-    try:
-        capped, signum = train(state, validation, stop)
-    finally:
-        state.wait()
-        if not stop.signum:  # else torchrun's copy of it may follow
-            stop.set_action(signal.SIG_DFL)
-    if stop.signum and not signum:  # it came behind the last step
-        os._exit(128 + stop.signum)
-    steps = f"step:{state.step}/{hp.iterations}"
+    runtime.stop.set_action(runtime.stop.handle)
+    signum = train(state, validation)
     if signum:
-        ways = f"to go on, set RESUME=auto and RUN_ID={hp.run_id}"
-        runtime.log(f"stopped: signal:{signum} {steps}: {ways}")
         return 128 + signum
+    state.stopwatch.pause()
+    if runtime.rank == 0:  # the weights are on the disk before anything else can fail
+        weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
+        write_or_warn(Path(hp.output_dir, "final_model.pt"), weights, runtime.log)
+    runtime.stop.set_action(signal.SIG_DFL)
+
     val_loss = validate(state, validation)
-    train_ms = state.stopwatch.elapsed_ms()
-    if capped:
-        runtime.log(f"stopping_early: wallclock_cap train_time:{train_ms:.0f}ms {steps}")
-    require_finite("val_loss", val_loss, state.step)
+    if state.step < hp.iterations:
+        time_and_step = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms step:{state.step}"
+        runtime.log(f"stopping_early: wallclock_cap {time_and_step}/{hp.iterations}")
     check_replicas(state)
-    log_memory_and_speed(state)
+    log_memory(runtime)
 
-    # Rank 0 writes the models. All ranks score the artifact's bytes.
-    exported = export(gpt, runtime.log) if runtime.rank == 0 else None
-    artifact, sizes, problems = runtime.broadcast(exported)
-    load_weights(gpt, artifact, "final_model.int8.ptz")
-    figures = score(state.model, validation, hp, runtime) | sizes
-    require(not problems, "\n".join(problems))
+    # Rank 0 writes the artifact. All ranks score its bytes.
+    artifact, sizes = export(state) if runtime.rank == 0 else (b"", {})
+    load_weights(state.gpt, runtime.broadcast(artifact), "final_model.int8.ptz")
+    figures = score(state, validation, ARTIFACT_SCORE)
+    figures["pre_quant_val_loss"] = val_loss
+    figures["pre_quant_val_bpb"] = validation.bits_per_byte(val_loss)
     if runtime.rank == 0:
-        figures["pre_quant_val_loss"] = val_loss
-        figures["pre_quant_val_bpb"] = validation.bits_per_byte(val_loss)
-        figures |= {"partial": validation.partial, "steps": state.step, "train_ms": train_ms}
-        write_result(state, figures)
-    return 0
+        write_result(state, {**figures, **sizes})
+    return int(not math.isfinite(figures["val_loss"]))
 
 
-def run(environ: Mapping[str, str], stop: StopRequest) -> int:
-    """One whole run. Returns the exit code."""
+def score_file(state: TrainingState, validation: Validation) -> int:
+    """EVAL_ONLY. Returns the exit code."""
+    path, runtime = state.hp.eval_only, state.runtime
+    name = f"EVAL_ONLY={path!r}"
+    with naming(name):
+        data = Path(path).read_bytes() if runtime.rank == 0 else b""
+    quantized = load_weights(state.gpt, runtime.broadcast(data), name)
+    runtime.log(f"eval_only:{path}")
+    figures = score(state, validation, ARTIFACT_SCORE if quantized else "eval_only")
+    return int(not math.isfinite(figures["val_loss"]))
+
+
+def run() -> int:
+    """One whole run, as the environment wants it. Returns the exit code."""
     # Knobs, device, process group, log.
-    hp = Hyperparameters.from_env(environ)
-    runtime = open_runtime(hp, environ)
-    for line in near_knobs(environ):
+    hp = Hyperparameters.from_env(os.environ)
+    runtime = open_runtime(hp)
+    for line in near_knobs(os.environ):
         runtime.log(line)
-    for name in ("final_model.pt", "final_model.int8.ptz", "final_result.json"):
-        path = Path(hp.output_dir, name)
-        require(not path.is_dir(), f"{path} cannot be written: a folder is in its place: move it")
+    if hp.preset == "demo" and not os.environ.keys() & {"DATA_PATH", "TOKENIZER_PATH"}:
+        runtime.log(prepare_demo(hp))
+    compare_ranks(hp, runtime)
 
     # Tokens: all are found and checked before anything is compiled.
-    if hp.preset == "demo" and hp.data_path == PRESETS["demo"]["DATA_PATH"]:
-        prepare_demo(hp, runtime.log)
     place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
     loader = None if hp.eval_only else DistributedTokenLoader(hp.files("train"), *place)
     validation = Validation(hp)
 
-    # The model, if it fits: fp32 weights, gradients and optimizer state; the logits of a slot.
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    D, V, batch = hp.model_dim, hp.vocab_size, hp.train_batch_tokens
-    weights = 12 * hp.num_layers * D * D * (2 + 2 * hp.mlp_mult) + 8 * V * D
-    logits = 6 * V * batch // hp.batch_slots
-    for knob, needed in ((f"MODEL_DIM={D}", weights), (f"TRAIN_BATCH_TOKENS={batch}", logits)):
-        problem = f"{knob} needs {needed >> 30} GB, and this machine has {memory >> 30}"
-        require(needed <= memory, f"{problem}: choose less")
-    for seed in (random.seed, np.random.seed, torch.manual_seed):  # the last one: CPU and CUDA
-        seed(hp.seed)
-    choose_attention(hp, runtime.device, runtime.dtype)
+    # The model and its optimizers.
+    random.seed(hp.seed)
+    np.random.seed(hp.seed)
+    torch.manual_seed(hp.seed)  # CPU and CUDA
     gpt = GPT(hp, runtime.dtype).to(runtime.device)
+    optimizers = [] if hp.eval_only else build_optimizers(gpt, runtime.compiled)
     log_run(hp, runtime, validation, gpt)
-    model, newton_schulz_fn = compile_and_wrap(gpt, runtime)
+    model = wrap(gpt, runtime)
+    state = TrainingState(hp, runtime, gpt, model, optimizers, loader, Stopwatch(runtime))
 
     # Score a file, or train, export and score.
-    code = 0
-    if loader is None:
-        name = f"EVAL_ONLY={hp.eval_only!r}"
-        data = read_file(hp.eval_only, name, gpt) if runtime.rank == 0 else b""
-        load_weights(gpt, runtime.broadcast(data), name)
-        score(model, validation, hp, runtime)
-    else:
-        optimizers = build_optimizers(gpt, runtime.dtype, newton_schulz_fn)
-        state = TrainingState(runtime, gpt, model, optimizers, loader, Stopwatch(runtime))
-        code = train_and_export(state, validation, stop)
-    if runtime.distributed:
+    code = score_file(state, validation) if hp.eval_only else train_and_export(state, validation)
+    if dist.is_initialized():
         # All ranks leave together. The process group ends with the process: to destroy it can hang,
         # when gloo's thread wants the GIL to free what it holds.
         dist.barrier()
@@ -1746,19 +1474,16 @@ def run(environ: Mapping[str, str], stop: StopRequest) -> int:
 
 
 def main() -> None:
-    if sys.stdout:  # None if it was closed
-        sys.stdout.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt, which prints a traceback
     try:
-        code = run(os.environ, StopRequest(os.environ))
+        code = run()
     except Exception as error:
-        report_error(error, os.environ)
+        report_error(error)
         code = 1
     if "RANK" in os.environ:
         # Not through the interpreter's own exit, which may hang, or abort, in gloo's threads.
         os._exit(code)
-    if code:
-        sys.exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

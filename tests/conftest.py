@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -24,15 +26,39 @@ sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
 from train_gpt import Hyperparameters, Runtime, TrainingState  # noqa: E402
 
-ALONE = Runtime(0, 1, False, torch.device("cpu"), torch.float32)  # one process, which logs nothing
+ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, False)  # one process, which logs nothing
 
-VOCAB_SIZE = 384
+
+class Lines:
+    """A log that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def __call__(self, line: str) -> None:
+        self.text += f"{line}\n"
+
+
+# Ranks are forked from a server that has imported torch for all of them.
+FORKS = multiprocessing.get_context("forkserver")
+HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+FORKS.set_forkserver_preload(["torch._dynamo", HOOKS, "sentencepiece"])
+
 TEXTS = [topics[name] for name in sorted(topics)][:40]
+VOCAB_SIZE = 384
+# A run of some seconds.
+SMALL = (
+    f"VOCAB_SIZE={VOCAB_SIZE} RUN_ID=test DEVICE=cpu DTYPE=fp32 COMPILE=0 ITERATIONS=6 "
+    "WARMUP_STEPS=2 WARMDOWN_ITERS=4 MAX_WALLCLOCK_SECONDS=0 TRAIN_BATCH_TOKENS=512 "
+    "TRAIN_SEQ_LEN=32 VAL_BATCH_SIZE=512 VAL_LOSS_EVERY=3 NUM_LAYERS=3 MODEL_DIM=32 NUM_HEADS=4 "
+    "NUM_KV_HEADS=2"
+)
 
 
 def pytest_configure(config) -> None:
     """Several files at a time share the cores. (Benchmarks import this file, too, and need all.)"""
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped without one")
+    config.addinivalue_line("markers", "baseline: compares with the baseline's model and figures")
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the script would inherit nohup's
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 
@@ -43,27 +69,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if by_name else 3
 
 
-def train_tokenizer(**settings) -> bytes:
+def train_tokenizer(**changes) -> bytes:
     """A SentencePiece BPE model of the demo's kind, with other settings where given."""
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        **{
-            "sentence_iterator": (line for text in TEXTS for line in text.splitlines() if line),
-            "model_writer": model,
-            "model_type": "bpe",
-            "vocab_size": VOCAB_SIZE,
-            "byte_fallback": True,
-            "split_digits": True,
-            "add_dummy_prefix": False,
-            "normalization_rule_name": "nmt_nfkc",
-            "pad_id": 0,
-            "bos_id": 1,
-            "eos_id": 2,
-            "unk_id": 3,
-            "minloglevel": 2,
-            **settings,
-        }
-    )
+    lines = (line for text in TEXTS for line in text.splitlines() if line)
+    settings = {"sentence_iterator": lines, "model_writer": model, "model_type": "bpe"}
+    settings |= {"vocab_size": VOCAB_SIZE, "byte_fallback": True, "split_digits": True}
+    settings |= {"add_dummy_prefix": False, "normalization_rule_name": "nmt_nfkc"}
+    settings |= {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(**{**settings, **changes})
     return model.getvalue()
 
 
@@ -76,82 +90,46 @@ def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Pa
     return path
 
 
-def write_tokenizer(folder: Path) -> Path:
-    path = folder / "small.model"
-    path.write_bytes(train_tokenizer())
-    return path
-
-
-def write_dataset(folder: Path, tokenizer: Path) -> None:
-    """Two train shards and one validation shard of real text in real tokens."""
+def write_small_run(folder: Path) -> dict[str, str]:
+    """The small knobs, and in `folder` what they name: a tokenizer, two train shards and one
+    validation shard of real text in real tokens."""
+    tokenizer = folder / "small.model"
+    tokenizer.write_bytes(train_tokenizer())
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     documents = [[1, *sp.encode(text)] for text in TEXTS]
     write_shard(folder / "fineweb_val_000000.bin", sum(documents[:5], [])[:1500])
     write_shard(folder / "fineweb_train_000000.bin", sum(documents[5:20], []))
     write_shard(folder / "fineweb_train_000001.bin", sum(documents[20:], []))
-
-
-def small_knobs(dataset: Path, tokenizer: Path) -> dict[str, str]:
-    """Environment variables of a run of some seconds."""
-    return {
-        "DATA_PATH": str(dataset),
-        "TOKENIZER_PATH": str(tokenizer),
-        "VOCAB_SIZE": str(VOCAB_SIZE),
-        "RUN_ID": "test",
-        "DEVICE": "cpu",
-        "DTYPE": "fp32",
-        "COMPILE": "0",
-        "ITERATIONS": "6",
-        "WARMUP_STEPS": "2",
-        "WARMDOWN_ITERS": "4",
-        "MAX_WALLCLOCK_SECONDS": "0",
-        "TRAIN_BATCH_TOKENS": "512",
-        "TRAIN_SEQ_LEN": "32",
-        "VAL_BATCH_SIZE": "512",
-        "VAL_LOSS_EVERY": "3",
-        "NUM_LAYERS": "3",
-        "MODEL_DIM": "32",
-        "NUM_HEADS": "4",
-        "NUM_KV_HEADS": "2",
-    }
-
-
-def write_small_run(folder: Path) -> dict[str, str]:
-    """The small knobs, and in `folder` the tokenizer and the shards that they name."""
-    tokenizer = write_tokenizer(folder)
-    write_dataset(folder, tokenizer)
-    return small_knobs(folder, tokenizer)
+    small = dict(knob.split("=") for knob in SMALL.split())
+    return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(tokenizer), **small}
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+def knobs(tmp_path_factory) -> dict[str, str]:
+    return write_small_run(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
-def dataset(tmp_path_factory, tokenizer) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder, tokenizer)
-    return folder
+def dataset(knobs) -> Path:
+    return Path(knobs["DATA_PATH"])
 
 
 @pytest.fixture(scope="session")
-def knobs(dataset, tokenizer) -> dict[str, str]:
-    return small_knobs(dataset, tokenizer)
+def tokenizer(knobs) -> Path:
+    return Path(knobs["TOKENIZER_PATH"])
 
 
 def make_state(hp: Hyperparameters, runtime: Runtime = ALONE) -> TrainingState:
     """What a run has before its first step: the weights of its seed, compiled and wrapped as the
     knobs say."""
     torch.manual_seed(hp.seed)
-    train_gpt.choose_attention(hp, runtime.device, runtime.dtype)
     gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
-    model, newton_schulz_fn = train_gpt.compile_and_wrap(gpt, runtime)
     place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
     loader = train_gpt.DistributedTokenLoader(hp.files("train"), *place)
-    optimizers = train_gpt.build_optimizers(gpt, runtime.dtype, newton_schulz_fn)
+    optimizers = train_gpt.build_optimizers(gpt, runtime.compiled)
+    model = train_gpt.wrap(gpt, runtime)
     stopwatch = train_gpt.Stopwatch(runtime)
-    return TrainingState(runtime, gpt, model, optimizers, loader, stopwatch)
+    return TrainingState(hp, runtime, gpt, model, optimizers, loader, stopwatch)
 
 
 @pytest.fixture(scope="session")
@@ -181,61 +159,76 @@ def process_environ(environ: dict[str, str], threads: int) -> dict[str, str]:
     return {**base, "OMP_NUM_THREADS": str(threads), **environ}
 
 
+def be_a_rank(folder: Path, environ: dict[str, str], command: list[str], output: str) -> None:
+    """Turn this process into one that runs a script."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    torch.set_num_threads(1)
+    sys.argv = [str(word) for word in command]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def run_ranks(
-    folder: Path, environ: dict[str, str], ranks: int, command: list[str | Path] = (SCRIPT,)
+    folder: Path,
+    environ: dict[str, str],
+    ranks: int,
+    command: list[str | Path] = (SCRIPT,),
+    own: dict[int, dict[str, str]] | None = None,
 ) -> list[subprocess.CompletedProcess]:
-    """A script, and its arguments, as so many gloo processes, placed as torchrun would."""
+    """A script, and its arguments, as so many gloo processes, placed as torchrun would. own: what
+    some ranks have in their environment instead."""
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes, results = [], []
     with tempfile.TemporaryDirectory() as outputs:
-        launcher = [sys.executable, ROOT / "tests" / "forked_ranks.py", outputs, str(ranks)]
-        environ = process_environ({**environ, **place}, 1)
-        subprocess.run([*launcher, *command], cwd=folder, env=environ, check=True, timeout=120)
-        results = []
         for rank in range(ranks):
-            code, out, err = (
-                Path(outputs, f"{rank}.{name}").read_text() for name in ("code", "out", "err")
-            )
-            results.append(subprocess.CompletedProcess(command, int(code), without_gloo(out), err))
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), **(own or {}).get(rank, {})}
+            rank_environ = process_environ({**environ, **place, **numbers}, 1)
+            arguments = (folder, rank_environ, command, f"{outputs}/{rank}")
+            processes.append(FORKS.Process(target=be_a_rank, args=arguments))
+            processes[rank].start()
+        for rank, process in enumerate(processes):
+            process.join(timeout=120)
+            process.kill()
+            process.join()
+            out, err = (Path(outputs, f"{rank}.{name}").read_text() for name in ("out", "err"))
+            code = process.exitcode
+            results.append(subprocess.CompletedProcess(command, code, without_gloo(out), err))
     return results
 
 
 def run_script(
-    folder: Path,
-    environ: dict[str, str],
-    ranks: int = 0,
-    script: Path = SCRIPT,
+    folder: Path, environ: dict[str, str], ranks: int = 0, script: Path = SCRIPT
 ) -> subprocess.CompletedProcess:
-    """The script as a process in `folder`; under torchrun if ranks > 0."""
-    result = subprocess.run(
-        [*launch_command(ranks), str(script)],
-        cwd=folder,
-        env=process_environ(environ, 1),  # more threads would only wait for each other
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    """The script as a process of its own, which takes three seconds to start; under torchrun if
+    ranks > 0."""
+    settings = {"cwd": folder, "env": process_environ(environ, 1), "text": True, "timeout": 240}
+    result = subprocess.run([*launch_command(ranks), script], capture_output=True, **settings)
     result.stdout = without_gloo(result.stdout)
     return result
 
 
 def run_here(folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess:
-    """What run_script does, but in this process, which saves the three seconds of a start: for
-    tests of what a run prints and leaves, not of how its process ends."""
-    output, errors = io.StringIO(), io.StringIO()
+    """A run in this process: for what it prints and leaves, not for how its process ends."""
+    output, errors, code = io.StringIO(), io.StringIO(), 1
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
-    home, threads, code = os.getcwd(), torch.get_num_threads(), 1
+    home, threads, inherited = os.getcwd(), torch.get_num_threads(), dict(os.environ)
     os.chdir(folder)
     torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(process_environ(environ, 1))
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
-            code = train_gpt.run(environ, train_gpt.StopRequest(environ))
+            code = train_gpt.run()
         except Exception as error:
-            train_gpt.report_error(error, environ)
-    os.chdir(home)
+            train_gpt.report_error(error)
+    os.environ.clear()
+    os.environ.update(inherited)
     torch.set_num_threads(threads)
-    for name in train_gpt.ATTENTION_BACKENDS:
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
+    os.chdir(home)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     return subprocess.CompletedProcess("run", code, output.getvalue(), errors.getvalue())
@@ -253,19 +246,11 @@ def launch_command(ranks: int = 0, restarts: int = 0) -> list[str]:
     return [sys.executable, *([*launcher, f"--max-restarts={restarts}"] if ranks else [])]
 
 
-def start_script(
-    folder: Path, environ: dict[str, str], ranks: int = 0, restarts: int = 0, script: Path = SCRIPT
-) -> subprocess.Popen:
-    """The script as run_script starts it, with its errors in a file beside; it is left running."""
+def start(folder: Path, environ: dict[str, str], command: list[str | Path]) -> subprocess.Popen:
+    """A command that is left running, with its errors in a file beside."""
+    settings = {"cwd": folder, "env": process_environ(environ, 1), "text": True}
     with open(folder / "stderr.txt", "w") as errors:
-        return subprocess.Popen(
-            [*launch_command(ranks, restarts), str(script)],
-            cwd=folder,
-            env=process_environ(environ, 1),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, **settings)
 
 
 def write_worker(folder: Path, change: str) -> Path:
@@ -282,22 +267,16 @@ def read_until(process: subprocess.Popen, beginning: str) -> None:
         assert line, "the run ended by itself"
 
 
-def rest_of(process: subprocess.Popen, seconds: int) -> str:
-    """The rest of a started run's log. It is ended, and the test with it, if that takes longer."""
+def rest_of(process: subprocess.Popen) -> str:
+    """The rest of a started run's log. A run that hangs is ended, and the test with it."""
     try:
-        return process.communicate(timeout=seconds)[0]
+        return process.communicate(timeout=120)[0]
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun takes its ranks along
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=35)
+            process.communicate(timeout=60)
         process.kill()
         raise
-
-
-def ranks_of(agent: subprocess.Popen) -> list[int]:
-    """The processes that torchrun has at this moment: none while it starts them again."""
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
-    return [int(pid) for pid in children.read_text().split()]
 
 
 def finished(result: subprocess.CompletedProcess) -> list[str]:
@@ -307,9 +286,13 @@ def finished(result: subprocess.CompletedProcess) -> list[str]:
     return result.stdout.splitlines()
 
 
-def saved_in(folder: Path) -> list[str]:
-    """The checkpoints of RUN_ID=test, and whatever else lies there."""
-    return sorted(path.name for path in (folder / "checkpoints" / "test").iterdir())
+def failed(result: subprocess.CompletedProcess, *words: str) -> str:
+    """A run's one error: exit code 1, no traceback, these words in it."""
+    assert result.returncode == 1, (result.stdout, result.stderr)
+    assert "Traceback" not in result.stderr
+    error = result.stderr.strip()
+    assert all(word in error for word in words), error
+    return error
 
 
 def same_models(first: Path, second: Path) -> bool:

@@ -1,33 +1,108 @@
-"""train_gpt.py with an edit to its MLP, as a process: python edited_script.py bias|dead.
+"""What players put into train_gpt.py. As a program: a rank that trains with it, saves, goes on."""
 
-bias: mlp.fc gets one, zero at the start. dead: a parameter that no loss depends on."""
-
+import dataclasses
 import os
-import sys
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from conftest import make_state
+from torch import Tensor, nn
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import train_gpt
 
+base_optimizers = train_gpt.build_optimizers
 
-class BiasedMLP(train_gpt.MLP):
-    def __init__(self, hp: train_gpt.Hyperparameters) -> None:
-        super().__init__(hp)
-        weight = self.fc.weight  # so that the seed gives the same weights as without a bias
-        self.fc = train_gpt.CastedLinear(*weight.T.shape, bias=True, device="meta")
-        self.fc.weight, self.fc.bias = weight, nn.Parameter(torch.zeros(len(weight)))
+
+class BiasedAttention(train_gpt.CausalSelfAttention):
+    def __init__(self, hp: train_gpt.Hyperparameters, layer: int) -> None:
+        super().__init__(hp, layer)
+        self.c_q.bias = nn.Parameter(torch.zeros(hp.model_dim))
 
 
 class DeadMLP(train_gpt.MLP):
+    """Has a parameter that no loss depends on."""
+
     def __init__(self, hp: train_gpt.Hyperparameters) -> None:
         super().__init__(hp)
         self.dead = nn.Parameter(torch.zeros(3))
 
 
-EDITS = {"bias": BiasedMLP, "dead": DeadMLP}
+class Factored(torch.optim.Optimizer):
+    """One second moment a row and one a column (Shazeer and Stern, 2018), in fp32, with a number
+    and a string beside them; no state at all for vectors."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            if p.ndim != 2:
+                p.sub_(0.001 * p.grad.sign())
+                continue
+            squares = p.grad.float().square() + 1e-12
+            state = self.state[p]
+            rows = state.setdefault("rows", squares.mean(1)).lerp_(squares.mean(1), 0.1)
+            columns = state.setdefault("columns", squares.mean(0)).lerp_(squares.mean(0), 0.1)
+            state["count"] = state.get("count", 0) + 1
+            state.setdefault("kind", "factored")
+            p.sub_(0.001 * p.grad * (rows.mean() / torch.outer(rows, columns)).sqrt())
+
+
+class Average(torch.optim.Optimizer):
+    """An average of the weights in fp32: an optimizer that moves nothing, so that it is saved."""
+
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            value = p.detach().to(torch.float32, copy=True)
+            self.state[p].setdefault("average", value).lerp_(value, 0.1)
+
+
+def odd_optimizers(gpt: train_gpt.GPT, compiled: bool = False) -> list[torch.optim.Optimizer]:
+    adam, muon = base_optimizers(gpt, compiled)
+    average = Average([{"params": list(gpt.parameters()), "base_lr": 0.0}], {"lr": 0.0})
+    return [Factored(adam.param_groups, {}), muon, average]
+
+
+def bits(value: Any) -> Any:
+    """value in a form that == compares exactly, types and dtypes, too."""
+    if isinstance(value, dict):
+        return {key: bits(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(part) for part in value]
+    return (value.dtype, value.tolist()) if isinstance(value, Tensor) else (type(value), value)
+
+
+def begin(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> train_gpt.TrainingState:
+    state = make_state(hp, runtime)
+    train_gpt.load_checkpoint(state)
+    train_gpt.warm_up(state)
+    return state
+
+
+def resume(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> list[float]:
+    """Two steps, a checkpoint, two more; from the checkpoint two more must lead to the same bits.
+    Returns the losses."""
+    whole = begin(hp, runtime)
+    losses = [train_gpt.train_step(whole) for _ in range(2)]
+    assert train_gpt.save_checkpoint(whole)
+    losses += [train_gpt.train_step(whole) for _ in range(2)]
+    resumed = begin(dataclasses.replace(hp, resume="auto"), runtime)
+    for _ in range(2):
+        train_gpt.train_step(resumed)
+    for part in ("model", "optimizers", "stream"):
+        assert bits(resumed.state_dict()[part]) == bits(whole.state_dict()[part]), part
+    return [sum(runtime.gather(loss.item())) / runtime.world_size for loss in losses]
+
 
 if __name__ == "__main__":
-    train_gpt.MLP = EDITS[sys.argv[1]]
-    train_gpt.main()
+    hp = train_gpt.Hyperparameters.from_env(os.environ)
+    runtime = train_gpt.open_runtime(hp)
+    train_gpt.CausalSelfAttention = BiasedAttention
+    train_gpt.build_optimizers = odd_optimizers
+    print("losses", *resume(hp, runtime))
+    train_gpt.MLP = DeadMLP
+    try:
+        train_gpt.train_step(make_state(hp, runtime))
+    except train_gpt.InputError as error:
+        print(error, flush=True)
+    dist.barrier()
+    os._exit(0)  # as the script does

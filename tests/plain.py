@@ -1,9 +1,8 @@
 """The contract's model and optimizers, read plainly: what the trainer's speed is measured against.
 
-Autocast to bf16, three products for q, k and v, scales applied to the outputs, keys and values
-repeated for their query heads, one Newton-Schulz after another, whole shards read into pageable
-memory, the loss fetched in each step. Parameter names are the trainer's, so that either model loads
-the other's state_dict; the tests compare the two.
+Autocast to bf16, keys and values repeated for their query heads, one Newton-Schulz after another,
+whole shards read into pageable memory, the loss fetched in each step. Parameter names are the
+trainer's, so that either model loads the other's state_dict; the tests compare the two.
 """
 
 import math
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train_gpt import GPT, Hyperparameters, parameter_groups
+from train_gpt import GPT, Hyperparameters
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -118,11 +117,11 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.float().view(-1, logits.size(-1)), target_ids.reshape(-1))
 
 
-def newton_schulz(update: Tensor, steps: int) -> Tensor:
+def newton_schulz(update: Tensor, hp: Hyperparameters) -> Tensor:
     """One matrix (rows, columns), in its dtype."""
     x = update.T if update.size(0) > update.size(1) else update
     x = x / (x.norm() + 1e-7)
-    for _ in range(steps):
+    for _ in range(hp.muon_backend_steps):
         A = x @ x.T
         B = -4.7750 * A + (2.0315 * A) @ A
         x = 3.4445 * x + B @ x
@@ -130,29 +129,32 @@ def newton_schulz(update: Tensor, steps: int) -> Tensor:
 
 
 class PlainOptimizers:
-    """Adam, and Muon one matrix at a time."""
+    """Adam, and Muon one matrix at a time, at the full rates."""
 
-    def __init__(self, model: PlainGPT, hp: Hyperparameters) -> None:
-        groups = parameter_groups(model, hp)
-        embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
-        rates = {"embed": embed_lr, "head": hp.head_lr, "scalar": hp.scalar_lr}
-        self.hp = hp
-        self.adams = [
-            torch.optim.Adam(groups[name], lr=lr, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps)
-            for name, lr in rates.items()
-            if groups[name]
-        ]
-        self.matrices = groups["matrix"]
+    def __init__(self, model: PlainGPT, hp: Hyperparameters, bf16: bool = True) -> None:
+        self.hp, self.bf16 = hp, bf16
+        names = dict(model.blocks.named_parameters())
+        self.matrices = [p for name, p in names.items() if name.endswith(".weight")]
         self.momenta = [torch.zeros_like(p) for p in self.matrices]
+        rest = [p for name, p in names.items() if not name.endswith(".weight")]
+        embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
+        groups = [
+            {"params": [*rest, model.skip_weights], "lr": hp.scalar_lr},
+            {"params": [model.tok_emb.weight], "lr": embed_lr},
+        ]
+        if not hp.tie_embeddings:
+            groups.append({"params": [model.lm_head.weight], "lr": hp.head_lr})
+        self.adam = torch.optim.Adam(groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps)
 
     @torch.no_grad()
-    def muon_step(self, lr: float, momentum: float, dtype: torch.dtype = torch.bfloat16) -> None:
+    def muon_step(self) -> None:
+        momentum = self.hp.muon_momentum
         for p, buffer in zip(self.matrices, self.momenta, strict=True):
             buffer.mul_(momentum).add_(p.grad)
-            update = (p.grad + momentum * buffer).to(dtype)
-            update = newton_schulz(update, self.hp.muon_backend_steps)
+            update = p.grad + momentum * buffer
+            update = newton_schulz(update.bfloat16() if self.bf16 else update, self.hp)
             update = update * math.sqrt(max(1, p.size(0) / p.size(1)))
-            p.sub_(lr * update.float())
+            p.sub_(self.hp.matrix_lr * update.float())
 
 
 class PlainLoader:
@@ -185,15 +187,13 @@ def train_step(
     for i in range(A):
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = i == A - 1
-        inputs, targets = loader.next_batch(
-            hp.train_batch_tokens // hp.batch_slots, hp.train_seq_len
-        )
-        with torch.autocast(loader.device.type, torch.bfloat16):
+        slot = hp.train_batch_tokens // hp.batch_slots
+        inputs, targets = loader.next_batch(slot, hp.train_seq_len)
+        with torch.autocast(loader.device.type, torch.bfloat16, enabled=optimizers.bf16):
             loss = model(inputs, targets)
         (loss / A).backward()
         total += loss.detach() / A
-    for adam in optimizers.adams:
-        adam.step()
-    optimizers.muon_step(hp.matrix_lr, hp.muon_momentum)
+    optimizers.adam.step()
+    optimizers.muon_step()
     model.zero_grad()
     return total.item()

@@ -1,8 +1,6 @@
 """What each rank of test_accumulation.py does: some optimizer steps of the trainer's own functions.
-It leaves the first step's gradients, the final weights, every step's loss, the number of gradient
-all-reduces and validation losses in FOLDER/W_rank.pt."""
+It leaves the first gradients, all losses and the last weights in FOLDER/W_rank.pt."""
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -15,56 +13,53 @@ import train_gpt
 from tests.conftest import make_state
 
 
-class GradientKeeper:
-    """Stands among the optimizers and keeps a copy of the gradients that they get."""
+def keep_gradients(state: train_gpt.TrainingState) -> list[dict[str, torch.Tensor]]:
+    """A list that gets, from now on, the gradients with which the optimizers take a step."""
+    steps = []
 
-    param_groups: list = []
+    def keep(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        steps.append({name: p.grad.clone() for name, p in state.gpt.named_parameters()})
 
-    def __init__(self, gpt):
-        self.gpt, self.steps = gpt, []
-
-    def step(self):
-        self.steps.append({name: p.grad.clone() for name, p in self.gpt.named_parameters()})
-
-    def zero_grad(self, set_to_none):
-        pass
+    state.optimizers[0].register_step_pre_hook(keep)
+    return steps
 
 
-def counting_hook(counter, bucket):
+def counting_hook(
+    counter: list[int], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     counter[0] += 1
     return allreduce_hook(None, bucket)
 
 
-def validation_losses(model, hp, runtime) -> list[float]:
-    """Of two batch sizes and of two splits: with the second most ranks have no sequence."""
-    validation = train_gpt.Validation(hp)
-    least = dataclasses.replace(hp, val_batch_size=hp.batch_slots * hp.train_seq_len)
-    short = validation.tokens[: hp.train_seq_len + 1]
-    cases = [(validation.tokens, hp), (validation.tokens, least), (short, hp)]
-    return [train_gpt.evaluate(model, tokens, knobs, runtime) for tokens, knobs in cases]
+def validation_losses(state: train_gpt.TrainingState) -> list[float | None]:
+    """Side by side, in windows that overlap, and of one window, which most ranks do not have."""
+    T = state.hp.train_seq_len
+    tokens = train_gpt.Validation(state.hp).tokens
+    cases = [(tokens, T), (tokens, 20), (tokens[: T + 1], T)]
+    return [train_gpt.evaluate(state, *case) for case in cases]
 
 
 def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     hp = train_gpt.Hyperparameters.from_env(os.environ)
-    runtime = train_gpt.open_runtime(hp, os.environ)
+    runtime = train_gpt.open_runtime(hp)
     state = make_state(hp, runtime)
     counter = [0]
     state.model.register_comm_hook(counter, counting_hook)
-    keeper = GradientKeeper(state.gpt)
-    state.optimizers.insert(0, keeper)
-    validation = validation_losses(state.model, hp, runtime)
+    gradients = keep_gradients(state)
     losses = []
     for _ in range(num_steps):
         rank_loss = train_gpt.train_step(state)
         losses.append(sum(runtime.gather(rank_loss.item())) / runtime.world_size)
+    validation = validation_losses(state)
+    runtime.stop.signum = 15 if runtime.rank == runtime.world_size - 1 else 0
     result = {
-        "gradients": keeper.steps[0],
+        "gradients": gradients[0],
         "weights": state.gpt.state_dict(),
         "losses": losses,
         "all_reduces": counter[0],
-        "momenta": len(state.optimizers[-1].state),
         "validation": validation,
+        "interrupted": validation_losses(state),
     }
     torch.save(result, folder / f"{runtime.world_size}_{runtime.rank}.pt")
     dist.barrier()

@@ -1,113 +1,112 @@
-"""What people change first, changed: a bias, a hook, a term of the loss, LoRA. Each edit must act.
-
-An edit is a subclass or a module that takes another's place, as in a copy of the script."""
+"""What people change first, changed. An edit is a subclass or a function that takes another's
+place, as in a copy of the script. Each must act, or be named."""
 
 import dataclasses
-import math
-import re
-from subprocess import CompletedProcess
+import lzma
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, ROOT, make_state, run_ranks
-from edited_script import EDITS
+from conftest import ALONE, ROOT, finished, make_state, run_here, run_ranks, scores
+from edited_script import BiasedAttention, DeadMLP, odd_optimizers, resume
 from torch import Tensor, nn
 
 import train_gpt
-from train_gpt import GPT, CastedLinear, Hyperparameters, build_optimizers, train_step
-
-WORKER = ROOT / "tests" / "edited_script.py"
+from train_gpt import GPT, CastedLinear, CausalSelfAttention, Hyperparameters, train_step
 
 
 @pytest.fixture
-def hp(knobs) -> Hyperparameters:
-    return Hyperparameters.from_env({**knobs, "EVAL_STRIDE": "16"})
+def hp(knobs, tmp_path) -> Hyperparameters:
+    return Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(tmp_path)})
 
 
-def state_of(gpt: GPT) -> train_gpt.TrainingState:
-    """A state as the script would make it of an edited model."""
-    state = make_state(gpt.hp)
-    state.gpt = state.model = gpt
-    state.optimizers = build_optimizers(gpt, torch.float32)
-    return state
-
-
-def edited(hp: Hyperparameters, edit: str, monkeypatch) -> GPT:
-    """A model with another MLP, with the weights of the seed."""
-    torch.manual_seed(hp.seed)
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "MLP", EDITS[edit])
-        return GPT(hp, torch.float32)
-
-
-def test_a_bias_of_fc_acts(hp, monkeypatch):
-    """It starts at zero, so that the first loss is that of a model without it."""
-    gpt, plain = edited(hp, "bias", monkeypatch), make_state(hp).gpt
-    for model in (gpt, plain):
-        torch.manual_seed(0)
-        for block in model.blocks:
-            nn.init.normal_(block.mlp.proj.weight)
-    tokens = torch.randint(hp.vocab_size, (2, hp.train_seq_len + 1))
-    loss = gpt(tokens[:, :-1], tokens[:, 1:])
-    assert loss == plain(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    assert all(block.mlp.fc.bias.grad.any() for block in gpt.blocks)
+def shaken_loss(gpt: GPT) -> Tensor:
+    """The loss of some tokens with nothing left at zero, so that every parameter matters."""
+    torch.manual_seed(0)
     with torch.no_grad():
-        gpt.blocks[0].mlp.fc.bias += 1
-    assert abs(gpt(tokens[:, :-1], tokens[:, 1:]) - loss) > 1e-3
+        for name, param in gpt.named_parameters():
+            if "bias" not in name and "up" not in name:
+                param.add_(0.1 * torch.randn_like(param))
+    tokens = torch.randint(gpt.hp.vocab_size, (2, gpt.hp.train_seq_len + 1))
+    return gpt(tokens[:, :-1], tokens[:, 1:])
 
 
-def run_edit(folder, knobs, edit: str) -> list[CompletedProcess]:
-    """Two gloo ranks of the script with an edit, at full rates: what each left behind."""
-    off = dict.fromkeys(("WARMUP_STEPS", "WARMDOWN_ITERS", "MUON_MOMENTUM_WARMUP_STEPS"), "0")
-    environ = {**knobs, **off, "ITERATIONS": "3", "CHECKPOINT_EVERY": "3"}
-    return run_ranks(folder, environ, 2, [WORKER, edit])
+# ---- Model ---------------------------------------------------------------------------------------
+def test_blocks_and_attention_know_their_layer(hp, monkeypatch):
+    layers = []
+
+    class Attention(CausalSelfAttention):
+        def __init__(self, hp: Hyperparameters, layer: int) -> None:
+            super().__init__(hp, layer)
+            layers.append(layer)
+
+    monkeypatch.setattr(train_gpt, "CausalSelfAttention", Attention)
+    GPT(hp)
+    assert layers == list(range(hp.num_layers))
 
 
-def test_a_bias_of_fc_is_trained_on_one_process_and_on_two_ranks(tmp_path, hp, knobs, monkeypatch):
-    alone = state_of(edited(hp, "bias", monkeypatch))
-    expected = [train_step(alone).item() for _ in range(3)]
-    first, second = run_edit(tmp_path, knobs, "bias")
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    losses = [float(loss) for loss in re.findall(r"train_loss:(\S+)", first.stdout)]
-    assert losses == pytest.approx(expected, abs=2e-3)
-    weights = torch.load(tmp_path / "final_model.pt", weights_only=True)
-    (checkpoint,) = tmp_path.glob("checkpoints/test/*.pt")
-    held = torch.load(checkpoint, weights_only=True)["optimizers"]
-    for i, block in enumerate(alone.gpt.blocks):
-        bias = weights[f"blocks.{i}.mlp.fc.bias"]
-        assert bias.abs().min() > 0 and block.mlp.fc.bias.abs().min() > 0  # all left zero
-        assert held[f"blocks.{i}.mlp.fc.bias"]["exp_avg"].any()
+@pytest.mark.baseline
+def test_a_bias_of_c_q_acts(hp, monkeypatch):
+    """It starts at zero, so that the first loss is that of a model without it."""
+    plain = make_state(hp).gpt
+    monkeypatch.setattr(train_gpt, "CausalSelfAttention", BiasedAttention)
+    gpt = make_state(hp).gpt
+    loss = shaken_loss(gpt)
+    assert loss == shaken_loss(plain)
+    loss.backward()
+    assert all(block.attn.c_q.bias.grad.any() for block in gpt.blocks)
 
 
-def test_a_parameter_without_a_gradient_is_named(hp, monkeypatch):
-    state = state_of(edited(hp, "dead", monkeypatch))
-    with pytest.raises(AssertionError, match="blocks.0.mlp.dead got no gradient"):
+@pytest.mark.baseline
+def test_fake_quantization_in_one_place_acts_on_every_linear_layer(hp, monkeypatch):
+    layers = []
+
+    def forward(self: CastedLinear, x: Tensor) -> Tensor:
+        layers.append(self)
+        step = self.weight.abs().amax() / 7
+        return F.linear(
+            x, self.weight + (step * (self.weight / step).round() - self.weight).detach()
+        )
+
+    loss = shaken_loss(make_state(hp).gpt)
+    monkeypatch.setattr(CastedLinear, "forward", forward)
+    gpt = make_state(dataclasses.replace(hp, tie_embeddings=False)).gpt
+    shaken_loss(gpt).backward()
+    assert layers == [m for m in gpt.modules() if isinstance(m, nn.Linear)]
+    assert len(layers) == 6 * hp.num_layers + 1 and all(m.weight.grad.any() for m in layers)
+    assert abs(shaken_loss(make_state(hp).gpt) - loss) > 1e-3
+
+
+class Lora(nn.Module):
+    """A frozen linear layer and what is learned beside it, of rank 2 (Hu et al., 2021)."""
+
+    def __init__(self, base: CastedLinear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype))
+
+
+class LoraAttention(CausalSelfAttention):
+    def __init__(self, hp: Hyperparameters, layer: int) -> None:
+        super().__init__(hp, layer)
+        self.c_q = Lora(self.c_q)
+
+
+def test_lora_on_c_q_trains(hp, monkeypatch):
+    monkeypatch.setattr(train_gpt, "CausalSelfAttention", LoraAttention)
+    state = make_state(hp)
+    before = {name: param.clone() for name, param in state.gpt.named_parameters()}
+    for _ in range(3):
         train_step(state)
-
-
-def test_a_parameter_without_a_gradient_ends_two_ranks(tmp_path, knobs):
-    for rank in run_edit(tmp_path, knobs, "dead"):
-        assert rank.returncode == 1
-        assert "blocks.0.mlp.dead got no gradient" in rank.stderr
-        assert "step:1/" not in rank.stdout
-
-
-def test_a_hook_on_attn_proj_changes_what_the_layer_gives(hp):
-    """One that doubles it is as good as a doubled weight."""
-    state, other = make_state(hp), make_state(hp)
-    for gpt in (state.gpt, other.gpt):
-        torch.manual_seed(0)
-        for param in gpt.parameters():
-            param.data += 0.1 * torch.randn_like(param)
-    for block, other_block in zip(state.gpt.blocks, other.gpt.blocks, strict=True):
-        block.attn.proj.register_forward_hook(lambda module, args, output: 2 * output)
-        other_block.attn.proj.weight.data *= 2
-    tokens = torch.randint(hp.vocab_size, (2, hp.train_seq_len + 1))
-    losses = [gpt(tokens[:, :-1], tokens[:, 1:]) for gpt in (state.gpt, other.gpt)]
-    torch.testing.assert_close(*losses)
-    assert train_step(state).item() == pytest.approx(train_step(other).item(), rel=1e-5)
+    for name, param in state.gpt.named_parameters():
+        assert torch.equal(param, before[name]) == name.endswith("c_q.base.weight"), name
+    state.load_state_dict(state.state_dict())  # what is frozen has no state
 
 
 class ZLossGPT(GPT):
@@ -120,46 +119,191 @@ class ZLossGPT(GPT):
         return loss
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_z_loss_counts_in_training_and_not_in_validation(hp, compiled):
+def test_a_z_loss_counts_in_training_and_not_in_validation(hp, monkeypatch):
     hp = dataclasses.replace(hp, num_layers=1)
-    plain, state = make_state(hp), state_of(ZLossGPT(hp, torch.float32))
-    state.gpt.load_state_dict(plain.gpt.state_dict())
-    if compiled:
-        state.model = torch.compile(state.gpt, backend="eager", fullgraph=True, dynamic=False)
+    plain = make_state(hp)
+    monkeypatch.setattr(train_gpt, "GPT", ZLossGPT)
+    state = make_state(hp)
+    state.model = torch.compile(state.gpt, backend="eager", fullgraph=True, dynamic=False)
     tokens = torch.randint(hp.vocab_size, (5 * hp.train_seq_len + 1,)).to(torch.uint16)
-    for evaluate in (train_gpt.evaluate, train_gpt.evaluate_sliding):
-        assert evaluate(state.model, tokens, hp, ALONE) == evaluate(plain.model, tokens, hp, ALONE)
+    for stride in (hp.train_seq_len, 16):
+        loss = train_gpt.evaluate(state, tokens, stride)
+        assert loss == train_gpt.evaluate(plain, tokens, stride)
         assert all(module.training for module in state.gpt.modules())
-    z_loss = 0.1 * math.log(hp.vocab_size) ** 2  # at the start all logits are near zero
-    expected = train_step(plain).item() + z_loss
-    assert train_step(state).item() == pytest.approx(expected, rel=0.02)
+    z_loss = 0.1 * torch.tensor(hp.vocab_size).log() ** 2  # at the start all logits are near zero
+    expected = train_step(plain) + z_loss
+    torch.testing.assert_close(train_step(state), expected, rtol=0.02, atol=0)
 
 
-class Lora(nn.Module):
-    """A frozen linear layer and what is learned beside it, of rank 2 (Hu et al., 2021)."""
+def test_a_switch_with_many_positions_does_not_end_a_compiled_run(hp):
+    """Each is a graph of its own. Under fullgraph torch's limit of them would be fatal."""
 
-    def __init__(self, base: CastedLinear) -> None:
+    class Switched(nn.Module):
+        position = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.position
+
+    with torch._dynamo.config.patch(recompile_limit=8):
+        train_gpt.wrap(make_state(hp).gpt, dataclasses.replace(ALONE, compiled=True))
+        model = Switched()
+        compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+        for model.position in range(20):
+            assert compiled(torch.zeros(1)) == model.position
+
+
+# ---- Parameters that do not train ----------------------------------------------------------------
+class Bigram(nn.Module):
+    """Adds to the embedding of a token what follows from the one before it."""
+
+    def __init__(self, hp: Hyperparameters, table_std: float) -> None:
         super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, base.in_features))
-        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+        self.table = nn.Embedding(64, 8)
+        self.proj = CastedLinear(8, hp.model_dim, bias=False)
+        nn.init.normal_(self.table.weight, std=table_std)
+        nn.init.zeros_(self.proj.weight)
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        low = F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype))
-        return self.base(x, scale) + scale.to(x.dtype) * low
+    def forward(self, embedding: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        previous = F.pad(args[0], (1, 0))[:, :-1] % 64
+        return output + self.proj(self.table(previous)).to(output.dtype)
 
 
-@pytest.mark.parametrize("part", ["attn", "mlp"])
-def test_lora_around_an_output_projection_learns(hp, part):
-    gpt = make_state(hp).gpt
+@pytest.fixture
+def bigram(monkeypatch):
+    """Puts one into every model."""
+    settings = SimpleNamespace(table_std=1.0, proj_std=0.0)
+
+    class BigramGPT(GPT):
+        def init_weights(self) -> None:
+            self.bigram = Bigram(self.hp, settings.table_std)
+            nn.init.normal_(self.bigram.proj.weight, std=settings.proj_std)
+            self.tok_emb.register_forward_hook(self.bigram)
+            super().init_weights()
+
+    monkeypatch.setattr(train_gpt, "GPT", BigramGPT)
+    monkeypatch.setitem(train_gpt.OPTIMIZER_GROUPS, "bigram.", "scalar")
+    return settings
+
+
+def test_zeros_are_for_the_baselines_own_layers(hp, bigram):
+    """Not for whatever is called proj."""
+    bigram.proj_std = 1.0
+    gpt = make_state(dataclasses.replace(hp, tie_embeddings=False)).gpt
+    assert gpt.bigram.proj.weight.all()
+    zeros = [gpt.lm_head.weight]
     for block in gpt.blocks:
-        layer = getattr(block, part)
-        layer.proj = Lora(layer.proj)
-    before = {name: param.clone() for name, param in gpt.named_parameters()}
-    state = state_of(gpt)
-    losses = [train_step(state).item() for _ in range(8)]
-    assert losses[-1] < losses[0] - 0.1
-    for name, param in gpt.named_parameters():
-        assert torch.equal(param, before[name]) == name.endswith("proj.base.weight"), name
-    state.restore(state.snapshot())
+        zeros += [block.attn.proj.weight, block.mlp.proj.weight]
+    assert not any(weight.any() for weight in zeros)
+
+
+def warnings(hp: Hyperparameters) -> str:
+    """What warming up says."""
+    lines = []
+    train_gpt.warm_up(make_state(hp, dataclasses.replace(ALONE, log=lines.append)))
+    return " ".join(line for line in lines if "WARNING" in line)
+
+
+def test_what_does_not_move_in_three_warm_up_steps_is_named(hp, bigram):
+    hp = dataclasses.replace(hp, warmup_steps=3)
+    assert warnings(hp) == ""  # the table moves once the projection is no longer zero
+    bigram.table_std = 0.0
+    words = warnings(hp).split()
+    assert [word for word in words if word.endswith("weight")] == [
+        "bigram.table.weight",
+        "bigram.proj.weight",
+    ]
+    assert warnings(dataclasses.replace(hp, scalar_lr=0.0, num_layers=1)) == ""  # not meant to move
+    assert warnings(dataclasses.replace(hp, warmup_steps=2)) == ""  # too early to say
+
+
+def test_lora_is_not_named(hp, monkeypatch):
+    """It moves in the third step: after what is behind it, and the half that starts at zero."""
+    monkeypatch.setattr(train_gpt, "CausalSelfAttention", LoraAttention)
+    assert warnings(dataclasses.replace(hp, warmup_steps=3)) == ""
+
+
+def test_a_parameter_without_a_gradient_is_named(hp, monkeypatch):
+    monkeypatch.setattr(train_gpt, "MLP", DeadMLP)
+    with pytest.raises(train_gpt.InputError, match="blocks.0.mlp.dead got no gradient"):
+        train_step(make_state(hp))
+
+
+# ---- Optimizers and schedules --------------------------------------------------------------------
+def test_optimizers_with_odd_states_resume_to_the_same_bits(hp, knobs, tmp_path, monkeypatch):
+    """Factored moments, an average of the weights, a number, a string, nothing; fp32 beside bf16.
+    On one process and on two ranks, whose losses are the same."""
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    environ = {**knobs, "DTYPE": "bf16", "OUTPUT_DIR": str(ranks), "PYTHONPATH": str(ROOT)}
+    results = run_ranks(ranks, environ, 2, [ROOT / "tests" / "edited_script.py"])
+    monkeypatch.setattr(train_gpt, "CausalSelfAttention", BiasedAttention)
+    monkeypatch.setattr(train_gpt, "build_optimizers", odd_optimizers)
+    alone = resume(hp, dataclasses.replace(ALONE, dtype=torch.bfloat16))
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        losses, dead = result.stdout.splitlines()[-2:]
+        assert [float(loss) for loss in losses.split()[1:]] == pytest.approx(alone, abs=0.02)
+        assert "blocks.0.mlp.dead got no gradient" in dead
+
+
+@pytest.mark.parametrize("warmdown, told", [(3500, True), (2, False)])
+def test_a_warmdown_longer_than_the_run_is_told_without_a_cap(hp, warmdown, told):
+    lines = []
+    hp = dataclasses.replace(hp, iterations=3, warmdown_iters=warmdown, val_loss_every=0)
+    state = make_state(hp, dataclasses.replace(ALONE, log=lines.append))
+    assert train_gpt.train(state, validation=None) == 0
+    assert any(f"WARNING: warmdown: WARMDOWN_ITERS={warmdown} " in line for line in lines) == told
+
+
+# ---- Export --------------------------------------------------------------------------------------
+def test_a_weights_number_of_levels_follows_from_its_name(monkeypatch):
+    levels = {"blocks.0.mlp.fc.weight": 31, "tok_emb.weight": 127}
+    monkeypatch.setattr(train_gpt, "quantization_levels", lambda name, weight: levels[name])
+    torch.manual_seed(0)
+    weights = {name: torch.randn(300, 300) for name in levels}
+    obj, _ = train_gpt.quantize_state_dict_int8(weights)
+    found = train_gpt.dequantize_state_dict_int8(obj)
+    for name, steps in levels.items():
+        assert (obj["quantized"][name].abs().amax(dim=1) == steps).all()
+        half_a_step = weights[name].abs().amax(dim=1) / steps / 2
+        assert (
+            (found[name] - weights[name]).abs().amax(dim=1) < 1.15 * half_a_step
+        ).all()  # scales are fp16
+
+
+@pytest.fixture(scope="module")
+def lzma_runs(quantized_knobs, tmp_path_factory):
+    """A run with another codec, one that only scores its artifact, without shards to train on, and
+    the states that export and score were given."""
+    folder, data = tmp_path_factory.mktemp("lzma"), tmp_path_factory.mktemp("val")
+    states = []
+
+    def keeping(function):
+        return lambda state, *args: states.append(state) or function(state, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "compress", lzma.compress)
+        patch.setattr(train_gpt, "decompress", lzma.decompress)
+        patch.setattr(train_gpt, "export", keeping(train_gpt.export))
+        patch.setattr(train_gpt, "score", keeping(train_gpt.score))
+        knobs = {**quantized_knobs, "ITERATIONS": "1", "WARMUP_STEPS": "0"}
+        for shard in Path(knobs["DATA_PATH"]).glob("fineweb_val_*"):
+            (data / shard.name).symlink_to(shard)
+        runs = [finished(run_here(folder, knobs))]
+        again = {"DATA_PATH": str(data), "EVAL_ONLY": "final_model.int8.ptz", "RUN_ID": "again"}
+        runs.append(finished(run_here(folder, {**knobs, **again})))
+    return folder, runs, states
+
+
+def test_another_codec_takes_two_functions(lzma_runs):
+    folder, (trained, scored), _ = lzma_runs
+    assert scores(trained[-1]) == scores(scored[-1])
+    assert lzma.decompress((folder / "final_model.int8.ptz").read_bytes()).startswith(b"PK")
+
+
+def test_export_and_score_get_the_state(lzma_runs):
+    """GPTQ needs the loader, test-time training the bare model."""
+    export, score, alone = lzma_runs[2]
+    assert export is score
+    assert len(export.loader.next_batch(512, 32, 8)[0]) == 2 and len(export.optimizers) == 2
+    assert isinstance(alone.gpt, GPT) and alone.loader is None and alone.optimizers == []

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from conftest import make_state, run_script, write_shard
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 import train_gpt
-from train_gpt import ATTENTION_BACKENDS, GPT, Hyperparameters, Runtime
+from train_gpt import GPT, Hyperparameters, Runtime
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,22 +21,18 @@ pytestmark = [
 ]
 GPU = torch.device("cuda", 0)
 NUM_GPUS = torch.cuda.device_count()
+BACKENDS = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
 REFERENCE_PEAK_MIB = 10_184  # the reference's published run, 8xH100, the same slot
 
 
 @pytest.fixture(autouse=True)
-def backends() -> Iterator[None]:
-    """Exact fp32 products in the test; the attention backends as they were after it."""
-    names = [f"{name}_sdp" for name in ATTENTION_BACKENDS]
-    before = {name: getattr(torch.backends.cuda, f"{name}_enabled")() for name in names}
+def exact_products() -> None:
+    """In fp32, until a run of the script allows TF32 again."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    for name, enabled in before.items():
-        getattr(torch.backends.cuda, f"enable_{name}")(enabled)
 
 
-def on_gpu(dtype: torch.dtype) -> Runtime:
-    return Runtime(0, 1, False, GPU, dtype)
+def on_gpu(dtype: torch.dtype, compiled: bool = False) -> Runtime:
+    return Runtime(0, 1, GPU, dtype, compiled)
 
 
 def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
@@ -47,9 +43,8 @@ def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 def loss_and_gradients(dtype: torch.dtype, compiled: bool) -> list[Tensor]:
     """Of two wide layers, in which no weight is zero, as it would be at the start."""
-    hp = Hyperparameters(num_layers=2, train_seq_len=256, compile=str(int(compiled)))
+    hp = Hyperparameters(num_layers=2, train_seq_len=256)
     torch.manual_seed(0)
-    train_gpt.choose_attention(hp, GPU, dtype)
     gpt = GPT(hp, dtype).to(GPU)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -57,7 +52,7 @@ def loss_and_gradients(dtype: torch.dtype, compiled: bool) -> list[Tensor]:
             noise = torch.randn(param.shape, generator=generator)
             param.add_(0.02 * noise.to(param.device, param.dtype))
     ids = torch.randint(hp.vocab_size, (8, hp.train_seq_len + 1), generator=generator).to(GPU)
-    model, _ = train_gpt.compile_and_wrap(gpt, Runtime(0, 1, False, GPU, dtype))
+    model = train_gpt.wrap(gpt, on_gpu(dtype, compiled))
     loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     loss.backward()
     return [loss.detach(), *(param.grad for param in gpt.parameters())]
@@ -102,36 +97,29 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
-def test_attention_against_plain_attention(backend, dtype):
-    """The output and the gradients, in the model's own layout: q, k, v are parts of one tensor."""
-    for name in ATTENTION_BACKENDS:
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == backend)
+@pytest.mark.parametrize("name", [*BACKENDS, ""])
+def test_attention_against_plain_attention(monkeypatch, name, dtype):
+    """The output and the gradients, of the default model's heads. No name: the script's choice."""
+    if name:
+        only = [getattr(SDPBackend, name)]
+        monkeypatch.setattr(train_gpt, "attention_backends", lambda device: only)
     torch.manual_seed(0)
-    qkv = torch.randn(2, 512, 8 + 2 * 4, 64, device=GPU).to(dtype).requires_grad_()
+    q, k, v = (torch.randn(2, 512, heads, 64, device=GPU).to(dtype) for heads in (8, 4, 4))
+    parts = [part.requires_grad_() for part in (q, k, v)]
     grad = torch.randn(2, 512, 8, 64, device=GPU).to(dtype)
     try:
-        y = train_gpt.attend(*qkv.split((8, 4, 4), dim=2))
+        y = train_gpt.attend(*parts)
         y.backward(grad)
     except RuntimeError as error:
-        pytest.skip(f"{backend} does not run this here: {str(error).splitlines()[0]}")
-    exact = qkv.detach().double().requires_grad_()
-    wanted = plain_attention(*exact.split((8, 4, 4), dim=2))
+        if not name:
+            raise
+        pytest.skip(f"{name} does not run this here: {str(error).splitlines()[0]}")
+    exact = [part.detach().double().requires_grad_() for part in parts]
+    wanted = plain_attention(*exact)
     wanted.backward(grad.double())
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-3  # some backends multiply fp32 in TF32
-    error = distance([y, qkv.grad], [wanted, exact.grad])
-    assert error < tolerance
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_chosen_attention_runs(dtype):
-    """choose_attention has tried it; the last in its list would be left if none of them ran."""
-    hp = Hyperparameters()
-    train_gpt.choose_attention(hp, GPU, dtype)
-    qkv = torch.randn(1, hp.train_seq_len, 8 + 2 * 4, 64, device=GPU, dtype=dtype)
-    y = train_gpt.attend(*qkv.split((8, 4, 4), dim=2))
-    assert y.shape == (1, hp.train_seq_len, 8, 64)
-    assert dtype == torch.float32 or not torch.backends.cuda.math_sdp_enabled()
+    found = [y, *(part.grad for part in parts)]
+    assert distance(found, [wanted, *(part.grad for part in exact)]) < tolerance
 
 
 def run_on_gpus(folder: Path, knobs: dict[str, str], ranks: int) -> list[float]:
@@ -142,7 +130,7 @@ def run_on_gpus(folder: Path, knobs: dict[str, str], ranks: int) -> list[float]:
     environ |= {**knobs, "DEVICE": "cuda", "DTYPE": "fp32", "COMPILE": "1"}
     result = run_script(folder, environ, ranks)
     assert result.returncode == 0, result.stderr
-    assert ("replicas:identical" in result.stdout) == (ranks > 0)
+    assert ("replicas:identical" in result.stdout) == (ranks > 1)
     values = re.findall(r"(?:train|val)_(?:loss|bpb):(\d+\.\d+)", result.stdout)
     assert len(values) == 6 + 2 * 3 + 2 * 2  # steps, validations, the score twice
     return [float(value) for value in values]
@@ -165,7 +153,7 @@ def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_p
     """Eight slots of 65,536 tokens, compiled, with both optimizers."""
     tokens = torch.randint(1024, (600_000,), generator=torch.Generator().manual_seed(0))
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens.numpy())
-    state = make_state(Hyperparameters(data_path=str(tmp_path)), on_gpu(torch.bfloat16))
+    state = make_state(Hyperparameters(data_path=str(tmp_path)), on_gpu(torch.bfloat16, True))
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):  # in the second one there is optimizer state
         train_gpt.train_step(state)

