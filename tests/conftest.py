@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -56,11 +58,16 @@ SMALL = (
 
 
 def pytest_configure(config) -> None:
-    """Several files at a time share the cores. (Benchmarks import this file, too, and need all.)"""
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped without one")
     config.addinivalue_line("markers", "baseline: compares with the baseline's model and figures")
+    config.addinivalue_line("markers", "recipes: each recipe in full; only if asked for")
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the script would inherit nohup's
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))  # several files share the cores
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "recipes" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("recipes")]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -75,9 +82,9 @@ def train_tokenizer(**changes) -> bytes:
     lines = (line for text in TEXTS for line in text.splitlines() if line)
     settings = {"sentence_iterator": lines, "model_writer": model, "model_type": "bpe"}
     settings |= {"vocab_size": VOCAB_SIZE, "byte_fallback": True, "split_digits": True}
-    settings |= {"add_dummy_prefix": False, "normalization_rule_name": "nmt_nfkc"}
     settings |= {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(**{**settings, **changes})
+    settings |= {"add_dummy_prefix": False, **changes}
+    sentencepiece.SentencePieceTrainer.train(**settings)
     return model.getvalue()
 
 
@@ -154,8 +161,8 @@ def free_port() -> int:
 
 def process_environ(environ: dict[str, str], threads: int) -> dict[str, str]:
     """`environ` and what a process needs to start, nothing else."""
-    kept = ("PATH", "HOME", "LD_LIBRARY_PATH")
-    base = {key: os.environ[key] for key in kept if key in os.environ}
+    kept = {"PATH", "HOME", "LD_LIBRARY_PATH"}
+    base = {name: value for name, value in os.environ.items() if name in kept}
     return {**base, "OMP_NUM_THREADS": str(threads), **environ}
 
 
@@ -184,8 +191,8 @@ def run_ranks(
     processes, results = [], []
     with tempfile.TemporaryDirectory() as outputs:
         for rank in range(ranks):
-            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), **(own or {}).get(rank, {})}
-            rank_environ = process_environ({**environ, **place, **numbers}, 1)
+            place |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            rank_environ = process_environ({**environ, **place, **(own or {}).get(rank, {})}, 1)
             arguments = (folder, rank_environ, command, f"{outputs}/{rank}")
             processes.append(FORKS.Process(target=be_a_rank, args=arguments))
             processes[rank].start()
@@ -194,8 +201,8 @@ def run_ranks(
             process.kill()
             process.join()
             out, err = (Path(outputs, f"{rank}.{name}").read_text() for name in ("out", "err"))
-            code = process.exitcode
-            results.append(subprocess.CompletedProcess(command, code, without_gloo(out), err))
+            result = subprocess.CompletedProcess("run", process.exitcode, without_gloo(out), err)
+            results.append(result)
     return results
 
 
@@ -210,23 +217,22 @@ def run_script(
     return result
 
 
-def run_here(folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess:
+def run_here(
+    folder: Path, environ: dict[str, str], script: ModuleType = train_gpt
+) -> subprocess.CompletedProcess:
     """A run in this process: for what it prints and leaves, not for how its process ends."""
     output, errors, code = io.StringIO(), io.StringIO(), 1
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
-    home, threads, inherited = os.getcwd(), torch.get_num_threads(), dict(os.environ)
+    home, threads = os.getcwd(), torch.get_num_threads()
     os.chdir(folder)
     torch.set_num_threads(1)
-    os.environ.clear()
-    os.environ.update(process_environ(environ, 1))
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    only = patch.dict(os.environ, process_environ(environ, 1), clear=True)
+    with only, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
-            code = train_gpt.run()
+            code = script.run()
         except Exception as error:
-            train_gpt.report_error(error)
-    os.environ.clear()
-    os.environ.update(inherited)
+            script.report_error(error)
     torch.set_num_threads(threads)
     os.chdir(home)
     for number, handler in handlers.items():
@@ -265,18 +271,6 @@ def read_until(process: subprocess.Popen, beginning: str) -> None:
     """Read the log of a started run up to a line that begins so."""
     while not (line := process.stdout.readline()).startswith(beginning):
         assert line, "the run ended by itself"
-
-
-def rest_of(process: subprocess.Popen) -> str:
-    """The rest of a started run's log. A run that hangs is ended, and the test with it."""
-    try:
-        return process.communicate(timeout=120)[0]
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun takes its ranks along
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=60)
-        process.kill()
-        raise
 
 
 def finished(result: subprocess.CompletedProcess) -> list[str]:

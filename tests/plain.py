@@ -5,7 +5,9 @@ whole shards read into pageable memory, the loss fetched in each step. Parameter
 trainer's, so that either model loads the other's state_dict; the tests compare the two.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -55,21 +57,13 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(x.shape))
 
 
-class MLP(nn.Module):
-    def __init__(self, hp: Hyperparameters) -> None:
-        super().__init__()
-        self.fc = nn.Linear(hp.model_dim, hp.mlp_mult * hp.model_dim, bias=False)
-        self.proj = nn.Linear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(torch.relu(self.fc(x)) ** 2)
-
-
 class Block(nn.Module):
     def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
         self.attn = Attention(hp)
-        self.mlp = MLP(hp)
+        self.mlp = nn.Module()
+        self.mlp.fc = nn.Linear(hp.model_dim, hp.mlp_mult * hp.model_dim, bias=False)
+        self.mlp.proj = nn.Linear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
         self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.resid_mix = nn.Parameter(torch.ones(2, hp.model_dim))
@@ -78,7 +72,8 @@ class Block(nn.Module):
         mix = self.resid_mix.to(x.dtype)
         x = mix[0] * x + mix[1] * x0
         x = x + self.attn_scale.to(x.dtype) * self.attn(rms_norm(x))
-        return x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x))
+        hidden = torch.relu(self.mlp.fc(rms_norm(x))) ** 2
+        return x + self.mlp_scale.to(x.dtype) * self.mlp.proj(hidden)
 
 
 class PlainGPT(nn.Module):
@@ -133,21 +128,22 @@ class PlainOptimizers:
 
     def __init__(self, model: PlainGPT, hp: Hyperparameters, bf16: bool = True) -> None:
         self.hp, self.bf16 = hp, bf16
-        names = dict(model.blocks.named_parameters())
-        self.matrices = [p for name, p in names.items() if name.endswith(".weight")]
-        self.momenta = [torch.zeros_like(p) for p in self.matrices]
-        rest = [p for name, p in names.items() if not name.endswith(".weight")]
+        self.matrices = []
         embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
-        groups = [
-            {"params": [*rest, model.skip_weights], "lr": hp.scalar_lr},
-            {"params": [model.tok_emb.weight], "lr": embed_lr},
-        ]
-        if not hp.tie_embeddings:
-            groups.append({"params": [model.lm_head.weight], "lr": hp.head_lr})
-        self.adam = torch.optim.Adam(groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps)
+        rates = {"tok_emb.weight": embed_lr, "lm_head.weight": hp.head_lr}
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, p in model.named_parameters():
+            if name.startswith("blocks.") and name.endswith(".weight"):
+                self.matrices.append(p)
+            else:
+                groups.setdefault(rates.get(name, hp.scalar_lr), []).append(p)
+        self.momenta = [torch.zeros_like(p) for p in self.matrices]
+        adam_groups = [{"params": params, "lr": lr} for lr, params in groups.items()]
+        self.adam = torch.optim.Adam(adam_groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps)
 
     @torch.no_grad()
-    def muon_step(self) -> None:
+    def step(self) -> None:
+        self.adam.step()
         momentum = self.hp.muon_momentum
         for p, buffer in zip(self.matrices, self.momenta, strict=True):
             buffer.mul_(momentum).add_(p.grad)
@@ -157,29 +153,21 @@ class PlainOptimizers:
             p.sub_(self.hp.matrix_lr * update.float())
 
 
-class PlainLoader:
-    """Reads each shard whole into pageable memory, and copies while the device waits."""
-
-    def __init__(self, paths: list[Path], device: torch.device) -> None:
-        self.paths, self.device = paths, device
-        self.shard, self.position, self.tokens = -1, 0, np.empty(0, np.uint16)
-
-    def next_batch(self, num_tokens: int, seq_len: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 (B, T) each, from one shard after the other."""
-        parts, missing = [], num_tokens + 1
-        while missing > 0:
-            if self.position == len(self.tokens):
-                self.shard, self.position = (self.shard + 1) % len(self.paths), 0
-                self.tokens = np.fromfile(self.paths[self.shard], dtype="<u2", offset=1024)
-            parts.append(self.tokens[self.position : self.position + missing])
-            self.position += len(parts[-1])
-            missing -= len(parts[-1])
-        tokens = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self.device)
-        return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
+def batches(
+    paths: list[Path], device: torch.device, num_tokens: int, seq_len: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets, int64 (B, T) each, from one shard after the other, for ever."""
+    tokens = np.empty(0, np.uint16)
+    for path in itertools.cycle(paths):
+        tokens = np.concatenate([tokens, np.fromfile(path, dtype="<u2", offset=1024)])
+        while len(tokens) > num_tokens:
+            span = torch.from_numpy(tokens[: num_tokens + 1].astype(np.int64)).to(device)
+            tokens = tokens[num_tokens + 1 :]
+            yield span[:-1].view(-1, seq_len), span[1:].view(-1, seq_len)
 
 
 def train_step(
-    model: nn.Module, optimizers: PlainOptimizers, loader: PlainLoader, hp: Hyperparameters, A: int
+    model: nn.Module, optimizers: PlainOptimizers, slots: Iterator[tuple[Tensor, Tensor]], A: int
 ) -> float:
     """One optimizer step of A micro-steps, at the full rates. Returns the loss, in each step.
     model: a PlainGPT, perhaps wrapped in DistributedDataParallel."""
@@ -187,13 +175,11 @@ def train_step(
     for i in range(A):
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = i == A - 1
-        slot = hp.train_batch_tokens // hp.batch_slots
-        inputs, targets = loader.next_batch(slot, hp.train_seq_len)
-        with torch.autocast(loader.device.type, torch.bfloat16, enabled=optimizers.bf16):
+        inputs, targets = next(slots)
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=optimizers.bf16):
             loss = model(inputs, targets)
         (loss / A).backward()
         total += loss.detach() / A
-    optimizers.adam.step()
-    optimizers.muon_step()
+    optimizers.step()
     model.zero_grad()
     return total.item()

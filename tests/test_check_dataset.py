@@ -15,9 +15,9 @@ import check_dataset
 VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000000.bin"
 
 
-def problems_of(capsys, folder, tokenizer, *args) -> list[str]:
+def problems_of(capsys, folder, tokenizer) -> list[str]:
     """The lines on stderr; the status is 1 if there are any."""
-    status = check_dataset.main([str(folder), "--tokenizer", str(tokenizer), *args])
+    status = check_dataset.main([str(folder), "--tokenizer", str(tokenizer)])
     lines = capsys.readouterr().err.splitlines()
     assert status == int(bool(lines))
     return lines
@@ -45,28 +45,23 @@ def test_every_figure_of_a_good_dataset(capsys, monkeypatch, folder, tokenizer):
     write_shard(folder / VAL, sum(documents[:5], []))
     write_manifest(folder, vocab_size=VOCAB_SIZE, stats={"files_train": 2, "docs_val": 5})
     assert check_dataset.main([str(folder), "--tokenizer", str(tokenizer)]) == 0
-    output, errors = capsys.readouterr()
-    assert errors == ""
+    output = capsys.readouterr().out
     for split, part, shards in (("val", documents[:5], 1), ("train", documents[5:], 2)):
         tokens = sum(map(len, part))
         num_bytes = sum(len(sp.decode(ids[1:]).encode()) for ids in part)
         figures = f"shards:{shards} tokens:{tokens} documents:{len(part)}"
         assert f"{split}: {figures} bytes_per_token:{num_bytes / tokens:.4f}\n" in output
-        for ids in part[:3]:
-            assert f"{split}: begins: {' '.join(sp.decode(ids[1:]).split())[:70]}" in output
 
 
-def test_damaged_shards(capsys, folder, tokenizer):
-    damages = {"magic 7": {"magic": 7}, "promises 100 tokens": {"count": 100}}
-    for reason, damage in damages.items():
-        write_shard(folder / TRAIN, read(folder / TRAIN), **damage)
-        (line,) = problems_of(capsys, folder, tokenizer)
-        assert str(folder / TRAIN) in line and reason in line
-    (folder / VAL).write_bytes(b"x" * 100)
+def test_damaged_and_missing_shards(capsys, folder, tokenizer):
+    last = folder / "fineweb_train_000001.bin"
+    write_shard(folder / VAL, read(folder / VAL), magic=7)
+    write_shard(last, read(last), count=100)
     (folder / TRAIN).unlink()
-    (folder / TRAIN).mkdir()  # cannot be read
-    first, second = problems_of(capsys, folder, tokenizer)
-    assert str(folder / VAL) in first and "100 bytes" in first and str(folder / TRAIN) in second
+    val, missing, train = problems_of(capsys, folder, tokenizer)
+    assert str(folder / VAL) in val and "magic 7" in val
+    assert f"{folder / TRAIN} is missing" in missing
+    assert str(last) in train and "promises 100 tokens" in train
 
 
 def test_another_tokenizer(capsys, folder, tokenizer, tmp_path):
@@ -80,30 +75,13 @@ def test_another_tokenizer(capsys, folder, tokenizer, tmp_path):
     other.write_bytes(train_tokenizer(sentence_iterator=iter(TEXTS[20:]), vocab_size=385))
     lines = problems_of(capsys, folder, other)
     assert len(lines) == 3 and all("0 are the same" in line for line in lines)
-    for model in (folder / "no.model", folder / VAL):
-        (line,) = problems_of(capsys, folder, model)
-        assert model.name in line
-
-
-def test_missing_shards_and_no_document(capsys, folder, tokenizer):
-    (folder / TRAIN).rename(folder / "fineweb_train_000003.bin")
-    ids = read(folder / VAL)
-    write_shard(folder / VAL, ids[ids != 1])
-    no_document, missing = problems_of(capsys, folder, tokenizer)
-    assert "no val token is BOS (id 1)" in no_document
-    assert f"{folder / TRAIN} is missing" in missing
-    (line,) = problems_of(capsys, folder.parent, tokenizer)
-    assert f"{folder.parent} has no fineweb_" in line
 
 
 def test_the_manifest(capsys, folder, tokenizer):
     """Each of its numbers is compared; of the train shards the first few may be there alone."""
-    num_train = sum(read(path).size for path in folder.glob("fineweb_train_*"))
-    right = {"files_train": 2, "files_val": 1, "tokens_train": num_train, "tokens_val": 1500}
-    for stats in ({}, right, {**right, "files_train": 80, "tokens_train": 10**9}):
-        write_manifest(folder, vocab_size=VOCAB_SIZE, stats=stats)
-        assert problems_of(capsys, folder, tokenizer) == []
+    write_manifest(folder, stats={"files_train": 80, "tokens_train": 10**9, "tokens_val": 1500})
+    assert problems_of(capsys, folder, tokenizer) == []
     for key in ("tokens_val", "docs_val", "tokens_train", "files_train", "vocab_size"):
-        write_manifest(folder, stats={**right, key: 1 if key == "files_train" else 5})
+        write_manifest(folder, stats={key: 1})
         (line,) = problems_of(capsys, folder, tokenizer)
         assert f"manifest.json says {key}:" in line

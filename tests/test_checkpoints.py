@@ -1,6 +1,5 @@
 """A run that is stopped or killed goes on from its checkpoint and ends as if it had not been."""
 
-import os
 import re
 import shutil
 import signal
@@ -14,7 +13,6 @@ from conftest import (
     launch_command,
     make_state,
     read_until,
-    rest_of,
     run_here,
     run_ranks,
     same_models,
@@ -22,7 +20,7 @@ from conftest import (
     write_worker,
 )
 
-from train_gpt import Hyperparameters, train_step, write_file
+from train_gpt import Hyperparameters, train_step
 
 CHECKPOINT = Path("checkpoints", "test.pt")
 
@@ -85,12 +83,6 @@ def test_a_run_goes_on_to_the_same_bits_and_names_the_knobs_that_changed(
     assert float(re.search(r"train_time:(\d+)ms", end)[1]) > saved["train_ms"] > 0
 
 
-def test_auto_without_a_checkpoint_begins_at_the_start(undisturbed, tmp_path, long_knobs):
-    lines = finished(run_here(tmp_path, {**long_knobs, "RESUME": "auto"}))
-    assert not any(line.startswith("resume:") for line in lines)
-    assert same_models(tmp_path, undisturbed[0])
-
-
 def test_rates_are_those_of_now_and_what_else_is_in_a_group_is_restored(long_knobs):
     state = make_state(Hyperparameters.from_env(long_knobs))
     train_step(state)
@@ -103,20 +95,11 @@ def test_rates_are_those_of_now_and_what_else_is_in_a_group_is_restored(long_kno
     assert (matrix["base_lr"], matrix["backend_steps"], matrix["custom"]) == (0.25, 3, 5)
 
 
-def test_fewer_iterations_than_the_checkpoint_has_end_the_run(copied, long_knobs):
-    lines = finished(run_here(copied, {**long_knobs, "ITERATIONS": "9", "RESUME": "auto"}))
-    assert "ITERATIONS:20->9" in resume_line(lines)
-    assert any(line.startswith("step:14/9 val_loss:") for line in lines)
-    assert not any("train_loss" in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({}, f"{CHECKPOINT} exists: set RESUME=auto or another RUN_ID"),
-        ({"RESUME": "nowhere.pt"}, "RESUME='nowhere.pt'"),
         ({"RESUME": "auto", "NUM_LAYERS": "2"}, f"RESUME='auto': {CHECKPOINT} "),
-        ({"RESUME": "auto", "MODEL_DIM": "64"}, f"RESUME='auto': {CHECKPOINT} "),
     ],
 )
 def test_what_cannot_be_gone_on_from_is_refused_before_the_warm_up(
@@ -130,38 +113,6 @@ def test_what_cannot_be_gone_on_from_is_refused_before_the_warm_up(
     failed(result, words)
     assert "warmup_step:" not in result.stdout
     assert (copied / CHECKPOINT).read_bytes() == before
-
-
-def test_auto_needs_a_run_id(tmp_path, long_knobs):
-    environ = {name: value for name, value in long_knobs.items() if name != "RUN_ID"}
-    failed(run_here(tmp_path, {**environ, "RESUME": "auto"}), "RESUME='auto'", "RUN_ID")
-
-
-def test_a_checkpoint_that_cannot_be_written_costs_no_step(undisturbed, tmp_path, long_knobs):
-    (tmp_path / "checkpoints").write_text("in the way")
-    lines = finished(run_here(tmp_path, {**long_knobs, "CHECKPOINT_EVERY": "7"}))
-    assert sum(line.startswith(f"WARNING: {CHECKPOINT} cannot be written") for line in lines) == 2
-    assert not any(line.startswith("checkpoint:") for line in lines)
-    assert same_models(tmp_path, undisturbed[0])
-
-
-def test_a_file_is_flushed_to_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
-    """And a disk without room leaves the file that was there."""
-    path = tmp_path / "folder" / "file"
-    write_file(path, b"old")
-
-    def fsync(number):
-        assert path.read_bytes() == b"old"
-        assert Path(os.readlink(f"/proc/self/fd/{number}")).read_bytes() == b"some bytes"
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        with pytest.raises(OSError, match="No space left"):
-            write_file(path, b"some bytes")
-    assert path.read_bytes() == b"old"
-    write_file(path, b"some bytes")
-    assert path.read_bytes() == b"some bytes" and len(list(path.parent.iterdir())) == 1
 
 
 def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(copied, long_knobs):
@@ -188,14 +139,6 @@ def test_four_ranks_go_on_to_the_same_bits(tmp_path, long_knobs):
     assert same_models(rest, whole)
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, long_knobs):
-    """The folder of an undisturbed run of two ranks without a checkpoint."""
-    folder = tmp_path_factory.mktemp("two")
-    finished(run_ranks(folder, long_knobs, 2)[0])
-    return folder
-
-
 # Rank 1 of the first start kills itself in step 12. It is late at the second, where rank 0 must not
 # find its old address; there all wait in step 18 for their end.
 KILL = """
@@ -216,7 +159,7 @@ def train_step(state, train_step=train_gpt.train_step):
 train_gpt.train_step = train_step"""
 
 
-def test_kill_9_and_sigterm_under_torchrun_change_no_bit(two, tmp_path, long_knobs):
+def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
     """torchrun starts all ranks again when one is killed; when it is stopped itself, all save and
     leave. Going on then, two ranks end with the same bits as undisturbed ones, one rank nearly."""
     environ = {**long_knobs, "CHECKPOINT_EVERY": "5", "RESUME": "auto"}
@@ -225,12 +168,15 @@ def test_kill_9_and_sigterm_under_torchrun_change_no_bit(two, tmp_path, long_kno
     read_until(agent, f"resume:{CHECKPOINT} step:10 ")
     read_until(agent, "waiting")
     agent.send_signal(signal.SIGTERM)
-    stopped = rest_of(agent).splitlines()[-1]
+    stopped = agent.communicate(timeout=240)[0].splitlines()[-1]
     way_on = "to go on, set RESUME=auto and RUN_ID=test"
     assert stopped == f"stopped: signal:15 step:18/20: {way_on}"
     shutil.copytree(tmp_path / "checkpoints", tmp_path / "one" / "checkpoints")
     lines = finished(run_ranks(tmp_path, environ, 2)[0])
     assert resume_line(lines).startswith(f"resume:{CHECKPOINT} step:18 ")
+    two = tmp_path / "two"
+    two.mkdir()
+    finished(run_ranks(two, long_knobs, 2)[0])
     assert same_models(tmp_path, two)
     finished(run_here(tmp_path / "one", environ))
     found, expected = (

@@ -14,13 +14,11 @@ from scipy import stats
 from tests.benchmarks import compare_runs
 
 # A script whose text has lines that look like a log's.
-HEAD = '''"""A trainer. It prints
-seed:777
+HEAD = f"""\
 step:7/9 val_loss:0.1111 val_bpb:0.1111 train_time:7ms step_avg:1.00ms
 final_int8_zlib_roundtrip_exact val_loss:0.11111111 val_bpb:0.11111111
+{"=" * 100}
 """
-'''
-HEAD += f"{'=' * 100}\nRunning Python 3.12.3\nRunning PyTorch 2.13.0\n{'=' * 100}\n"
 START = """\
 logs/a.txt
 train_loader:dataset:demo_sp1024 train_shards:3
@@ -44,19 +42,13 @@ BASELINE = [3.5100, 3.5141, 3.5082, 3.5123]
 CANDIDATE = [3.4993, 3.4971, 3.5017]
 
 
-def write_log(folder: Path, name: str, text: str) -> Path:
-    path = folder / f"{name}.txt"
-    path.write_text(text)
-    return path
-
-
 def write_group(folder: Path, name: str, losses: list[float]) -> list[Path]:
     """Logs with these scores, and with seeds of their own."""
     paths = []
     for seed, loss in enumerate(losses):
         text = LOG.replace("seed:42", f"seed:{seed}").replace("3.52821744", f"{loss:.8f}")
-        text = text.replace("1.98197144", f"{loss / 2:.8f}")
-        paths.append(write_log(folder, f"{name}-{seed}", text))
+        paths.append(folder / f"{name}-{seed}.txt")
+        paths[-1].write_text(text.replace("1.98197144", f"{loss / 2:.8f}"))
     return paths
 
 
@@ -79,14 +71,14 @@ def sides(tmp_path) -> list[str | Path]:
     return ["--baseline", *baseline, "--candidate", *write_group(tmp_path, "new", CANDIDATE)]
 
 
-PRINTED = START + END
 FIRST = LOG.replace("step:18", "step:17")
 
 
-@pytest.mark.parametrize("text", [LOG, PRINTED, HEAD + PRINTED[11:], FIRST + LOG, FIRST + PRINTED])
+@pytest.mark.parametrize("text", [LOG, FIRST + START + END, HEAD + (START + END)[11:]])
 def test_the_last_start_in_a_file_counts(tmp_path, text):
     """As a log file, as what a run printed, and as the reference's log, which lacks its path."""
-    run = compare_runs.read_run(write_log(tmp_path, "log", text))
+    (tmp_path / "log").write_text(text)
+    run = compare_runs.read_run(tmp_path / "log")
     figures = [42, 18, 344.44, 3.52821744, 1.98197144, 485, 984749, 1072710]
     assert run.problem == "" and list(run.figures.values()) == figures
     assert run.train == {1: 6.9301, 10: 5.639} and run.val == {0: 6.9316, 18: 3.7829}
@@ -106,15 +98,13 @@ def test_a_log_that_the_script_wrote(tmp_path, knobs):
     "text, end",
     [
         ("", "''"),
-        (HEAD + START, "step:10/20 train_loss"),
         (LOG[:-2], "val_bpb:1.9819714'"),
-        (LOG.replace("3.52821744", "nan"), "val_loss:nan"),
         (LOG + HEAD + START, "step:10/20 train_loss"),
-        (START + "eval_only val_loss:3.50000000 val_bpb:1.90000000\n", "eval_only"),
     ],
 )
 def test_runs_without_the_final_line_are_named(tmp_path, compare, sides, text, end):
-    path = write_log(tmp_path, "bad", text)
+    path = tmp_path / "bad.txt"
+    path.write_text(text)
     code, out, _ = compare(*sides, path)
     assert re.search(f"left out: {re.escape(str(path))}: .*{re.escape(end)}", out)
     assert code == 0 and "n = 3, mean" in out
@@ -130,17 +120,15 @@ def test_the_test_is_welchs(compare, sides):
         assert list(verdict[unit].values()) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("by, alpha, distance", [(0.005, 0.01, 0.002), (0.0, 0.05, 0.001)])
-def test_the_number_of_runs_shows_it_four_times_in_five(by, alpha, distance):
+def test_the_number_of_runs_shows_it_four_times_in_five():
     """In 20,000 comparisons of drawn runs, of as many as it says, but not of one less."""
-    baseline = [3.5 + by + distance + x for x in (-0.002, 0.0, 0.002)]
-    needed = compare_runs.count_runs_needed(baseline, [3.498, 3.5, 3.502], by, alpha)
+    needed = compare_runs.count_runs_needed([3.505, 3.507, 3.509], [3.498, 3.5, 3.502], 0.005, 0.01)
     random = np.random.default_rng(0)
     shares = []
     for runs in (needed - 1, needed):
-        worse, better = random.normal([[[distance]], [[0]]], 0.002, (2, runs, 20_000))
+        worse, better = random.normal([[[0.002]], [[0]]], 0.002, (2, runs, 20_000))
         test = stats.ttest_ind(worse, better, equal_var=False, alternative="greater")
-        shares.append(np.mean(test.pvalue < alpha))
+        shares.append(np.mean(test.pvalue < 0.01))
     assert needed > 3 and shares[0] < 0.805 and shares[1] > 0.795
 
 
@@ -171,11 +159,11 @@ def test_the_table(compare, sides):
 
 def test_what_makes_a_comparison_worthless(tmp_path, compare, sides):
     assert "warning" not in compare(*sides)[1]
-    text = LOG.replace("tokens:52608", "tokens:100").replace("seed:42", "seed:2")
-    out = compare(*sides, write_log(tmp_path, "odd", text), sides[1], sides[1])[1]
+    path = tmp_path / "odd.txt"
+    path.write_text(LOG.replace("tokens:52608", "tokens:100").replace("seed:42", "seed:2"))
+    out = compare(*sides, path)[1]
     assert "warning: the runs differ in val_tokens: 100, 52608" in out
     assert "warning: candidate: 2 runs have seed 2" in out
-    assert "warning: base-0.txt is counted 2 times" in out
 
 
 def test_the_command_in_the_readme_draws_a_line_for_each_run(tmp_path, sides):
@@ -185,16 +173,3 @@ def test_the_command_in_the_readme_draws_a_line_for_each_run(tmp_path, sides):
     picture = (tmp_path / "compare.svg").read_text()
     for color, runs in (("e08a2e", 4), ("1f2a6b", 3)):
         assert picture.count(f"stroke: #{color}; stroke-opacity: 0.5; stroke-width: 0.5") == runs
-
-
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        (["--picture", "a.pdf"], "a.pdf must end in .svg or .png"),
-        (["--picture", "no-such-folder/a.svg"], "no-such-folder"),
-        (["--candidate", "no-such-*.txt"], "no-such-*.txt"),
-    ],
-)
-def test_wrong_arguments(compare, sides, more, words):
-    code, _, err = compare(*sides, *more)
-    assert code == 2 and words in err.splitlines()[-1]

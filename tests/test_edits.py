@@ -2,15 +2,12 @@
 place, as in a copy of the script. Each must act, or be named."""
 
 import dataclasses
-import lzma
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, ROOT, finished, make_state, run_here, run_ranks, scores
-from edited_script import BiasedAttention, DeadMLP, odd_optimizers, resume
+from conftest import ALONE, ROOT, finished, make_state, run_here, run_ranks
+from edited_script import BiasedAttention, odd_optimizers, resume
 from torch import Tensor, nn
 
 import train_gpt
@@ -34,7 +31,7 @@ def shaken_loss(gpt: GPT) -> Tensor:
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-def test_blocks_and_attention_know_their_layer(hp, monkeypatch):
+def test_attention_knows_its_layer(hp, monkeypatch):
     layers = []
 
     class Attention(CausalSelfAttention):
@@ -66,9 +63,8 @@ def test_fake_quantization_in_one_place_acts_on_every_linear_layer(hp, monkeypat
     def forward(self: CastedLinear, x: Tensor) -> Tensor:
         layers.append(self)
         step = self.weight.abs().amax() / 7
-        return F.linear(
-            x, self.weight + (step * (self.weight / step).round() - self.weight).detach()
-        )
+        rounding = step * (self.weight / step).round() - self.weight
+        return F.linear(x, self.weight + rounding.detach())
 
     loss = shaken_loss(make_state(hp).gpt)
     monkeypatch.setattr(CastedLinear, "forward", forward)
@@ -77,6 +73,19 @@ def test_fake_quantization_in_one_place_acts_on_every_linear_layer(hp, monkeypat
     assert layers == [m for m in gpt.modules() if isinstance(m, nn.Linear)]
     assert len(layers) == 6 * hp.num_layers + 1 and all(m.weight.grad.any() for m in layers)
     assert abs(shaken_loss(make_state(hp).gpt) - loss) > 1e-3
+
+
+def test_zeros_are_for_the_models_own_projections(hp):
+    """Not for whatever is called proj."""
+
+    class BigramGPT(GPT):
+        def init_weights(self) -> None:
+            self.bigram = nn.ModuleDict({"proj": CastedLinear(8, 8)})
+            super().init_weights()
+
+    gpt = BigramGPT(hp, torch.float32)
+    assert gpt.bigram["proj"].weight.all()
+    assert not any(b.attn.proj.weight.any() or b.mlp.proj.weight.any() for b in gpt.blocks)
 
 
 class Lora(nn.Module):
@@ -107,6 +116,8 @@ def test_lora_on_c_q_trains(hp, monkeypatch):
     for name, param in state.gpt.named_parameters():
         assert torch.equal(param, before[name]) == name.endswith("c_q.base.weight"), name
     state.load_state_dict(state.state_dict())  # what is frozen has no state
+    # The half that starts at zero moves what is behind it in the third step only.
+    assert warnings(dataclasses.replace(hp, warmup_steps=3)) == ""
 
 
 class ZLossGPT(GPT):
@@ -156,11 +167,13 @@ def test_a_switch_with_many_positions_does_not_end_a_compiled_run(hp):
 class Bigram(nn.Module):
     """Adds to the embedding of a token what follows from the one before it."""
 
-    def __init__(self, hp: Hyperparameters, table_std: float) -> None:
+    table_std = 1.0
+
+    def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
         self.table = nn.Embedding(64, 8)
         self.proj = CastedLinear(8, hp.model_dim, bias=False)
-        nn.init.normal_(self.table.weight, std=table_std)
+        nn.init.normal_(self.table.weight, std=self.table_std)
         nn.init.zeros_(self.proj.weight)
 
     def forward(self, embedding: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -168,32 +181,11 @@ class Bigram(nn.Module):
         return output + self.proj(self.table(previous)).to(output.dtype)
 
 
-@pytest.fixture
-def bigram(monkeypatch):
-    """Puts one into every model."""
-    settings = SimpleNamespace(table_std=1.0, proj_std=0.0)
-
-    class BigramGPT(GPT):
-        def init_weights(self) -> None:
-            self.bigram = Bigram(self.hp, settings.table_std)
-            nn.init.normal_(self.bigram.proj.weight, std=settings.proj_std)
-            self.tok_emb.register_forward_hook(self.bigram)
-            super().init_weights()
-
-    monkeypatch.setattr(train_gpt, "GPT", BigramGPT)
-    monkeypatch.setitem(train_gpt.OPTIMIZER_GROUPS, "bigram.", "scalar")
-    return settings
-
-
-def test_zeros_are_for_the_baselines_own_layers(hp, bigram):
-    """Not for whatever is called proj."""
-    bigram.proj_std = 1.0
-    gpt = make_state(dataclasses.replace(hp, tie_embeddings=False)).gpt
-    assert gpt.bigram.proj.weight.all()
-    zeros = [gpt.lm_head.weight]
-    for block in gpt.blocks:
-        zeros += [block.attn.proj.weight, block.mlp.proj.weight]
-    assert not any(weight.any() for weight in zeros)
+class BigramGPT(GPT):
+    def init_weights(self) -> None:
+        self.bigram = Bigram(self.hp)
+        self.tok_emb.register_forward_hook(self.bigram)
+        super().init_weights()
 
 
 def warnings(hp: Hyperparameters) -> str:
@@ -203,10 +195,12 @@ def warnings(hp: Hyperparameters) -> str:
     return " ".join(line for line in lines if "WARNING" in line)
 
 
-def test_what_does_not_move_in_three_warm_up_steps_is_named(hp, bigram):
+def test_what_does_not_move_in_three_warm_up_steps_is_named(hp, monkeypatch):
+    monkeypatch.setattr(train_gpt, "GPT", BigramGPT)
+    monkeypatch.setitem(train_gpt.OPTIMIZER_GROUPS, "bigram.", "scalar")
     hp = dataclasses.replace(hp, warmup_steps=3)
     assert warnings(hp) == ""  # the table moves once the projection is no longer zero
-    bigram.table_std = 0.0
+    monkeypatch.setattr(Bigram, "table_std", 0.0)
     words = warnings(hp).split()
     assert [word for word in words if word.endswith("weight")] == [
         "bigram.table.weight",
@@ -216,10 +210,12 @@ def test_what_does_not_move_in_three_warm_up_steps_is_named(hp, bigram):
     assert warnings(dataclasses.replace(hp, warmup_steps=2)) == ""  # too early to say
 
 
-def test_lora_is_not_named(hp, monkeypatch):
-    """It moves in the third step: after what is behind it, and the half that starts at zero."""
-    monkeypatch.setattr(train_gpt, "CausalSelfAttention", LoraAttention)
-    assert warnings(dataclasses.replace(hp, warmup_steps=3)) == ""
+class DeadMLP(train_gpt.MLP):
+    """Has a parameter that no loss depends on."""
+
+    def __init__(self, hp: Hyperparameters) -> None:
+        super().__init__(hp)
+        self.dead = nn.Parameter(torch.zeros(3))
 
 
 def test_a_parameter_without_a_gradient_is_named(hp, monkeypatch):
@@ -230,7 +226,7 @@ def test_a_parameter_without_a_gradient_is_named(hp, monkeypatch):
 
 # ---- Optimizers and schedules --------------------------------------------------------------------
 def test_optimizers_with_odd_states_resume_to_the_same_bits(hp, knobs, tmp_path, monkeypatch):
-    """Factored moments, an average of the weights, a number, a string, nothing; fp32 beside bf16.
+    """Factored moments, an average of the weights, a number, nothing; fp32 beside bf16.
     On one process and on two ranks, whose losses are the same."""
     ranks = tmp_path / "ranks"
     ranks.mkdir()
@@ -241,9 +237,8 @@ def test_optimizers_with_odd_states_resume_to_the_same_bits(hp, knobs, tmp_path,
     alone = resume(hp, dataclasses.replace(ALONE, dtype=torch.bfloat16))
     for result in results:
         assert result.returncode == 0, result.stderr
-        losses, dead = result.stdout.splitlines()[-2:]
-        assert [float(loss) for loss in losses.split()[1:]] == pytest.approx(alone, abs=0.02)
-        assert "blocks.0.mlp.dead got no gradient" in dead
+        losses = result.stdout.splitlines()[-1].split()[1:]
+        assert [float(loss) for loss in losses] == pytest.approx(alone, abs=0.02)
 
 
 @pytest.mark.parametrize("warmdown, told", [(3500, True), (2, False)])
@@ -257,53 +252,25 @@ def test_a_warmdown_longer_than_the_run_is_told_without_a_cap(hp, warmdown, told
 
 # ---- Export --------------------------------------------------------------------------------------
 def test_a_weights_number_of_levels_follows_from_its_name(monkeypatch):
+    """int6 for some matrices."""
     levels = {"blocks.0.mlp.fc.weight": 31, "tok_emb.weight": 127}
     monkeypatch.setattr(train_gpt, "quantization_levels", lambda name, weight: levels[name])
-    torch.manual_seed(0)
     weights = {name: torch.randn(300, 300) for name in levels}
     obj, _ = train_gpt.quantize_state_dict_int8(weights)
-    found = train_gpt.dequantize_state_dict_int8(obj)
-    for name, steps in levels.items():
-        assert (obj["quantized"][name].abs().amax(dim=1) == steps).all()
-        half_a_step = weights[name].abs().amax(dim=1) / steps / 2
-        assert (
-            (found[name] - weights[name]).abs().amax(dim=1) < 1.15 * half_a_step
-        ).all()  # scales are fp16
+    for name, largest in levels.items():
+        assert (obj["quantized"][name].abs().amax(dim=1) == largest).all()
 
 
-@pytest.fixture(scope="module")
-def lzma_runs(quantized_knobs, tmp_path_factory):
-    """A run with another codec, one that only scores its artifact, without shards to train on, and
-    the states that export and score were given."""
-    folder, data = tmp_path_factory.mktemp("lzma"), tmp_path_factory.mktemp("val")
-    states = []
-
-    def keeping(function):
-        return lambda state, *args: states.append(state) or function(state, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "compress", lzma.compress)
-        patch.setattr(train_gpt, "decompress", lzma.decompress)
-        patch.setattr(train_gpt, "export", keeping(train_gpt.export))
-        patch.setattr(train_gpt, "score", keeping(train_gpt.score))
-        knobs = {**quantized_knobs, "ITERATIONS": "1", "WARMUP_STEPS": "0"}
-        for shard in Path(knobs["DATA_PATH"]).glob("fineweb_val_*"):
-            (data / shard.name).symlink_to(shard)
-        runs = [finished(run_here(folder, knobs))]
-        again = {"DATA_PATH": str(data), "EVAL_ONLY": "final_model.int8.ptz", "RUN_ID": "again"}
-        runs.append(finished(run_here(folder, {**knobs, **again})))
-    return folder, runs, states
-
-
-def test_another_codec_takes_two_functions(lzma_runs):
-    folder, (trained, scored), _ = lzma_runs
-    assert scores(trained[-1]) == scores(scored[-1])
-    assert lzma.decompress((folder / "final_model.int8.ptz").read_bytes()).startswith(b"PK")
-
-
-def test_export_and_score_get_the_state(lzma_runs):
+def test_export_and_score_get_the_state(tmp_path, knobs, monkeypatch):
     """GPTQ needs the loader, test-time training the bare model."""
-    export, score, alone = lzma_runs[2]
-    assert export is score
-    assert len(export.loader.next_batch(512, 32, 8)[0]) == 2 and len(export.optimizers) == 2
-    assert isinstance(alone.gpt, GPT) and alone.loader is None and alone.optimizers == []
+    states = []
+    for name in ("export", "score"):
+        function = getattr(train_gpt, name)
+        keep = lambda state, *args, f=function: states.append(state) or f(state, *args)  # noqa: E731
+        monkeypatch.setattr(train_gpt, name, keep)
+    finished(run_here(tmp_path, knobs))
+    again = {**knobs, "EVAL_ONLY": "final_model.int8.ptz", "RUN_ID": "again"}
+    finished(run_here(tmp_path, again))
+    export, score, alone = states
+    assert export is score and export.loader is not None and len(export.optimizers) == 2
+    assert alone.loader is None and alone.optimizers == []

