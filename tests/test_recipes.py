@@ -1,0 +1,105 @@
+"""The recipes of tests/recipes: each patch applies to the script and trains. What each must keep up
+besides (two ranks, a resume, the score of its artifact) is tested of the stack of five here, and of
+all with `pytest tests/test_recipes.py -m recipes`."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import ROOT, SCRIPT, finished, run_here, run_ranks, same_models, scores
+
+pytest.importorskip("lzma")
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git apply takes the patches")
+
+RECIPES = ROOT / "tests" / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
+STACK = ["int6", "ema", "xsa", "leaky_relu", "muon_weight_decay"]
+# So that they act within six steps, and on matrices large enough to be quantized.
+KNOBS = {
+    "qat": {"QAT_START": "0.5"},
+    "score_first_ttt": {"TTT_CHUNK_TOKENS": "300", "TTT_LR": "0.05"},
+    "swa": {"SWA_EVERY": "2", "SWA_START": "2"},
+}
+
+
+def patch_script(folder: Path, names: list[str]) -> Path:
+    """A copy of the script with these recipes."""
+    script = folder / "patched" / "train_gpt.py"
+    script.parent.mkdir()
+    shutil.copy(SCRIPT, script)
+    for name in names:
+        command = ["git", "apply", str(RECIPES / f"{name}.patch")]
+        subprocess.run(command, cwd=script.parent, check=True)
+    return script
+
+
+def load(script: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The patched script as a module, whose warm-up must leave everything as it was."""
+    spec = importlib.util.spec_from_file_location(f"patched_{script.parents[1].name}", script)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+
+    def warm_up(state, warm_up=module.warm_up) -> None:
+        before = module.serialize(state.state_dict())
+        warm_up(state)
+        assert module.serialize(state.state_dict()) == before
+
+    monkeypatch.setattr(module, "warm_up", warm_up)
+    return module
+
+
+def knobs_of(knobs: dict[str, str], names: list[str]) -> dict[str, str]:
+    environ = {**knobs, "WARMUP_STEPS": "4"}
+    for name in names:
+        environ |= KNOBS.get(name, {})
+    return environ
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_applies_and_trains(tmp_path, knobs, name, monkeypatch):
+    script = patch_script(tmp_path, [name])
+    config = f"--config={ROOT / '.ruff.toml'}"
+    for command in (["format", "--check"], ["check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", config, str(script)]
+        result = subprocess.run(ruff, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+    environ = knobs_of({**knobs, "VAL_LOSS_EVERY": "0"}, [name])
+    lines = finished(run_here(tmp_path, environ, load(script, monkeypatch)))
+    assert any(line.startswith("step:6/6 train_loss:") for line in lines)
+    assert not [line for line in lines if line.startswith("WARNING")]
+
+
+def train_losses(lines: list[str]) -> list[float]:
+    return [float(loss) for loss in re.findall(r"train_loss:(\S+)", "\n".join(lines))]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(STACK, id="stack"),
+        *(pytest.param([name], id=name, marks=pytest.mark.recipes) for name in NAMES),
+    ],
+)
+def test_a_recipe_in_full(tmp_path, quantized_knobs, names, monkeypatch):
+    script = patch_script(tmp_path, names)
+    module = load(script, monkeypatch)
+    environ = {**knobs_of(quantized_knobs, names), "CHECKPOINT_EVERY": "4"}
+    whole, rest, ranks = (tmp_path / name for name in ("whole", "rest", "ranks"))
+    whole.mkdir()
+    ranks.mkdir()
+    lines = finished(run_here(whole, environ, module))
+    shutil.copytree(whole / "checkpoints", rest / "checkpoints")
+    finished(run_here(rest, {**environ, "RESUME": "auto"}, module))
+    assert same_models(whole, rest)
+    artifact = str(whole / "final_model.int8.ptz")
+    scored = finished(run_here(whole, {**environ, "EVAL_ONLY": artifact}, module))
+    assert scores(scored[-1]) == scores(lines[-1])
+    first, second = run_ranks(ranks, environ, 2, [script])
+    assert train_losses(finished(first)) == pytest.approx(train_losses(lines), abs=2e-3)
+    assert second.returncode == 0
