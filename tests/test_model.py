@@ -1,6 +1,5 @@
 """GPT: its parameters, its function against a plain reading of the contract, its first loss."""
 
-
 import pytest
 import torch
 from torch import nn
