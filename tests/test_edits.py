@@ -2,6 +2,7 @@
 place, as in a copy of the script. Each must act, or be named."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -264,10 +265,13 @@ def test_a_weights_number_of_levels_follows_from_its_name(monkeypatch):
 def test_export_and_score_get_the_state(tmp_path, knobs, monkeypatch):
     """GPTQ needs the loader, test-time training the bare model."""
     states = []
+
+    def keep(function, state, *args):
+        states.append(state)
+        return function(state, *args)
+
     for name in ("export", "score"):
-        function = getattr(train_gpt, name)
-        keep = lambda state, *args, f=function: states.append(state) or f(state, *args)  # noqa: E731
-        monkeypatch.setattr(train_gpt, name, keep)
+        monkeypatch.setattr(train_gpt, name, partial(keep, getattr(train_gpt, name)))
     finished(run_here(tmp_path, knobs))
     again = {**knobs, "EVAL_ONLY": "final_model.int8.ptz", "RUN_ID": "again"}
     finished(run_here(tmp_path, again))
