@@ -1,6 +1,5 @@
-"""The recipes of tests/recipes: each patch applies to the script and trains. What each must keep up
-besides (two ranks, a resume, the score of its artifact) is tested of the stack of five here, and of
-all with `pytest tests/test_recipes.py -m recipes`."""
+"""The recipes of tests/recipes: each patch applies and trains. Two ranks, a resume and the score of
+the artifact are tested of a stack of five, and with `-m recipes` of each and of the best stack."""
 
 import importlib.util
 import re
@@ -19,6 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git apply t
 RECIPES = ROOT / "tests" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 STACK = ["int6", "ema", "xsa", "leaky_relu", "muon_weight_decay"]
+BEST = "bigram_hash smear_gate value_residual xsa ema muoneq_r leaky_relu muon_weight_decay".split()
 # So that they act within six steps, and on matrices large enough to be quantized.
 KNOBS = {
     "qat": {"QAT_START": "0.5"},
@@ -32,9 +32,8 @@ def patch_script(folder: Path, names: list[str]) -> Path:
     script = folder / "patched" / "train_gpt.py"
     script.parent.mkdir()
     shutil.copy(SCRIPT, script)
-    for name in names:
-        command = ["git", "apply", str(RECIPES / f"{name}.patch")]
-        subprocess.run(command, cwd=script.parent, check=True)
+    patches = [str(RECIPES / f"{name}.patch") for name in names]
+    subprocess.run(["git", "apply", *patches], cwd=script.parent, check=True)
     return script
 
 
@@ -83,6 +82,7 @@ def train_losses(lines: list[str]) -> list[float]:
     "names",
     [
         pytest.param(STACK, id="stack"),
+        pytest.param(BEST, id="best", marks=pytest.mark.recipes),
         *(pytest.param([name], id=name, marks=pytest.mark.recipes) for name in NAMES),
     ],
 )
