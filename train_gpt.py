@@ -1357,15 +1357,14 @@ def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: 
     )
 
 
-def check_replicas(state: TrainingState) -> None:
+def check_replicas(runtime: Runtime, weights: bytes) -> None:
     """The weights of all ranks should have the same bits."""
-    weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
-    digests = state.runtime.gather(hashlib.sha256(weights).hexdigest())
+    digests = runtime.gather(hashlib.sha256(weights).hexdigest())
     strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if strays:
-        state.runtime.log(f"WARNING: replicas: the weights of ranks {strays} differ from rank 0's")
+        runtime.log(f"WARNING: replicas: the weights of ranks {strays} differ from rank 0's")
     elif len(digests) > 1:
-        state.runtime.log("replicas:identical")
+        runtime.log("replicas:identical")
 
 
 def log_memory(runtime: Runtime) -> None:
@@ -1403,8 +1402,8 @@ def train_and_export(state: TrainingState, validation: Validation) -> int:
     if signum:
         return 128 + signum
     state.stopwatch.pause()
-    if runtime.rank == 0:  # the weights are on the disk before anything else can fail
-        weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
+    weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
+    if runtime.rank == 0:  # they are on the disk before anything else can fail
         write_or_warn(Path(hp.output_dir, "final_model.pt"), weights, runtime.log)
     runtime.stop.set_action(signal.SIG_DFL)
 
@@ -1412,7 +1411,7 @@ def train_and_export(state: TrainingState, validation: Validation) -> int:
     if state.step < hp.iterations:
         time_and_step = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms step:{state.step}"
         runtime.log(f"stopping_early: wallclock_cap {time_and_step}/{hp.iterations}")
-    check_replicas(state)
+    check_replicas(runtime, weights)
     log_memory(runtime)
 
     # Rank 0 writes the artifact. All ranks score its bytes.
