@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, run_here
 from scipy import stats
 
-from tests.benchmarks import compare_runs
+from tests.tools import compare_runs
 
 # A script whose text has lines that look like a log's.
 HEAD = f"""\
@@ -167,7 +167,7 @@ def test_what_makes_a_comparison_worthless(tmp_path, compare, sides):
 
 
 def test_the_command_in_the_readme_draws_a_line_for_each_run(tmp_path, sides):
-    tool = f"{sys.executable} {ROOT}/tests/benchmarks/compare_runs.py"
+    tool = f"{sys.executable} {ROOT}/tests/tools/compare_runs.py"
     arguments = "--baseline base-*.txt --candidate new-*.txt --picture compare.svg"
     subprocess.run(f"{tool} {arguments}", shell=True, cwd=tmp_path, check=True)
     picture = (tmp_path / "compare.svg").read_text()

@@ -5,7 +5,7 @@ import sys
 
 from conftest import ROOT, SCRIPT, finished, run_script
 
-PACK = [sys.executable, ROOT / "tests" / "benchmarks" / "pack.py"]
+PACK = [sys.executable, ROOT / "tests" / "tools" / "pack.py"]
 
 
 def test_a_packed_script_trains_under_torchrun(tmp_path, knobs):

@@ -1,6 +1,6 @@
 """Pack a script, since its bytes count against the 16,000,000:
 
-    python tests/benchmarks/pack.py train_gpt.py packed.py
+    python tests/tools/pack.py train_gpt.py packed.py
 
 packed.py does what train_gpt.py does: it runs, under torchrun, too, and can be imported. It looks
 for data/ beside itself, and its "Code size" is its own."""

@@ -1,6 +1,6 @@
 """Kill ranks of one long run at random moments, and compare its weights with an undisturbed run's.
 
-    python tests/benchmarks/soak_kills.py [--kills 20] [--seed 0] [--ranks 2] [--steps 3000]
+    python tests/soak/soak_kills.py [--kills 20] [--seed 0] [--ranks 2] [--steps 3000]
 
 torchrun starts the ranks again after each kill -9, and RESUME=auto goes on from the checkpoint. A
 moment may fall anywhere: into the start, a step, a write, the export. Exits with 1 unless the run

@@ -1,7 +1,7 @@
 """Time optimizer steps of the trainer against the plain reading of the contract in tests/plain.py.
 
-    PRESET=demo python tests/benchmarks/bench_step.py [--rounds 15]
-    torchrun --standalone --nproc_per_node=2 tests/benchmarks/bench_step.py
+    PRESET=demo python tests/tools/bench_step.py [--rounds 15]
+    torchrun --standalone --nproc_per_node=2 tests/tools/bench_step.py
 
 Takes the trainer's own knobs from the environment. Both start from the same weights and read the
 same shards of random tokens; they take turns, so that what else the machine does meets both.

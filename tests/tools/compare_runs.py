@@ -1,6 +1,6 @@
 """Is a change real? Compares the logs of two groups of runs:
 
-    python tests/benchmarks/compare_runs.py --baseline logs/base-*.txt --candidate logs/silu-*.txt
+    python tests/tools/compare_runs.py --baseline logs/base-*.txt --candidate logs/silu-*.txt
 
 The runs of a group differ by their seed alone. A log is logs/RUN_ID.txt, or what a run printed, of
 train_gpt.py or of the reference baseline. Of a file that holds several starts, the last one counts.

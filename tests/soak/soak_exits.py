@@ -1,6 +1,6 @@
 """Run the small run under torchrun many times and see that each ends by itself, well.
 
-    python tests/benchmarks/soak_exits.py [--runs 30] [--ranks 4]
+    python tests/soak/soak_exits.py [--runs 30] [--ranks 4]
 
 What goes wrong when several gloo ranks leave goes wrong now and then: one run proves little. A run
 is good if torchrun ends with code 0 within a minute and its last line is the result. Exit code 1 if
