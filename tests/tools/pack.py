@@ -1,40 +1,65 @@
-"""Pack a script, since its bytes count against the 16,000,000:
+"""Write a small, self-extracting copy of a script: its bytes count against the 16,000,000.
 
-    python tests/tools/pack.py train_gpt.py packed.py
+    python tests/tools/pack.py [--minify] train_gpt.py packed.py
 
-packed.py does what train_gpt.py does: it runs, under torchrun, too, and can be imported. It looks
-for data/ beside itself, and its "Code size" is its own."""
+packed.py runs, also under torchrun, and can be imported. It looks for data/ in its own folder, and
+the "Code size" in its log is its own. --minify removes comments and docstrings first."""
 
+import argparse
+import ast
 import base64
 import lzma
-import sys
 from pathlib import Path
 
-# The cache of lines is for tracebacks and inspect.getsource. The text runs in the module's own
-# namespace, so that its classes and functions belong to this file.
+# Tracebacks, inspect and torch.compile read source lines from linecache. The empty lines keep the
+# line numbers of the text apart from those of this template. Before Python 3.13 the default
+# excepthook reads the file instead of linecache. The text runs in the module's own namespace, so
+# that its classes and functions can be pickled.
 TEMPLATE = """\
-# A packed script. To read it, put print(source) in the last line's place.
-import base64, linecache, lzma
-source = lzma.decompress(base64.b85decode("{packed}")).decode()
-linecache.cache[__file__] = len(source), None, source.splitlines(True), __file__
+# A packed script. To read it, replace the last line with print(source).
+import base64, io, linecache, lzma, sys, traceback
+source = 6 * "\\n" + lzma.decompress(base64.b85decode("{packed}")).decode()
+linecache.cache[__file__] = len(source), None, io.StringIO(source).readlines(), __file__
+if __name__ == "__main__": sys.excepthook = traceback.print_exception
 exec(compile(source, __file__, "exec"))
 """
 
 
+def minify(source: str) -> str:
+    """Remove comments and docstrings. A script that uses `__doc__` keeps the module's."""
+    tree = ast.parse(source)
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    for node in ast.walk(tree):
+        kept = isinstance(node, ast.Module) and "__doc__" in source
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None and not kept:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree) + "\n"
+
+
 def pack(source: str) -> str:
-    """A script that does what `source` does, in ASCII."""
-    data = lzma.compress(source.encode(), format=lzma.FORMAT_ALONE, preset=9 | lzma.PRESET_EXTREME)
+    """Return a script, in ASCII, that does what `source` does."""
+    best_for_text = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}
+    data = lzma.compress(source.encode(), format=lzma.FORMAT_ALONE, filters=[best_for_text])
     return TEMPLATE.format(packed=base64.b85encode(data).decode())
 
 
-def main(source: Path, packed: Path) -> None:
-    if source.resolve() == packed.resolve():
-        sys.exit(f"{packed} would replace its own source: name another file")
-    packed.write_text(pack(source.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"{source}: {source.stat().st_size} bytes, {packed}: {packed.stat().st_size} bytes")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("script", type=Path)
+    parser.add_argument("packed", type=Path, help="the file to write")
+    parser.add_argument("--minify", action="store_true", help="remove comments and docstrings")
+    args = parser.parse_args()
+    if args.script.resolve() == args.packed.resolve():
+        parser.error(f"{args.packed} would overwrite its own source: name another file")
+    try:
+        source = args.script.read_text(encoding="utf-8")
+        compile(source, args.script, "exec")
+        args.packed.write_text(pack(minify(source) if args.minify else source))
+    except (OSError, SyntaxError, ValueError) as error:
+        parser.error(str(error))
+    sizes = [f"{path}: {path.stat().st_size} bytes" for path in (args.script, args.packed)]
+    print(", ".join(sizes))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()
