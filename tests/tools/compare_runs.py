@@ -1,11 +1,13 @@
-"""Is a change real? Compares the logs of two groups of runs:
+"""Show the losses and scores of runs, or test whether a change makes them better:
 
+    python tests/tools/compare_runs.py logs/*.txt --picture loss.png
     python tests/tools/compare_runs.py --baseline logs/base-*.txt --candidate logs/silu-*.txt
 
-The runs of a group differ by their seed alone. A log is logs/RUN_ID.txt, or what a run printed, of
-train_gpt.py or of the reference baseline. Of a file that holds several starts, the last one counts.
+A log is logs/RUN_ID.txt, or the printed output of a run, of train_gpt.py or of the reference
+baseline; the run may still be going. Of several starts in one file, the last one counts. The runs
+of a side should differ only by their seed.
 
-Exit code 0: shown to be better, or there is nothing to test (no --candidate). 1: not shown.
+Exit code 0: shown to be better, or there is nothing to test. 1: not shown, or nothing to draw.
 2: it could not be tested, or an argument or a file is wrong.
 
 Needs pip install scipy, and matplotlib for a picture."""
@@ -16,25 +18,31 @@ import re
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 from typing import Any, NoReturn
 
 import numpy as np
 from scipy import stats
 
-POWER = 0.8  # the chance to show a difference that is there, for the number of runs
+POWER = 0.8  # probability that the suggested number of runs shows a real difference
 MOST_RUNS = 1000
 
 # ---- reading logs --------------------------------------------------------------------------------
-# A log file begins with the script's source, which ends at a line of 100 "=". The first line that a
-# run prints is the path of its log. The last of these lines begins what counts.
+# A log file begins with the script's source, which ends with a line of 100 "=". The first line that
+# a run prints is the path of its log. The log of the last start follows the last of these lines.
 START_LINE = r"={100}|(.+/)?logs/[^/]+\.txt"
 STEP_LINE = (
     r"step:(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r".*train_time:\d+ms step_avg:(?P<ms_per_step>\S+)ms"
 )
+FINAL_LINE = (
+    r"final_int8_zlib_roundtrip_exact val_loss:(?P<val_loss>\d+\.\d{8}) "
+    r"val_bpb:(?P<val_bpb>\d+\.\d{8})(?P<partial> partial:\S+)?$"
+)
 FACT_LINES = (
+    FINAL_LINE,
     r"train_loader:dataset:(?P<dataset>\S+) train_shards:(?P<train_shards>\d+)",
     r"val_loader:shards pattern=.* tokens:(?P<val_tokens>\d+)",
     r"train_batch_tokens:(?P<train_batch_tokens>\d+) train_seq_len:(?P<train_seq_len>\d+) "
@@ -43,13 +51,12 @@ FACT_LINES = (
     r"peak memory allocated: (?P<memory_mib>\d+) MiB",
     r"Serialized model int8\+zlib: (?P<artifact_bytes>\d+) bytes",
     r"Total submission size int8\+zlib: (?P<total_bytes>\d+) bytes",
-    r"final_int8_zlib_roundtrip_exact val_loss:(?P<val_loss>\d+\.\d{8}) "
-    r"val_bpb:(?P<val_bpb>\d+\.\d{8})(?P<partial> partial:\S+)?$",
+    r"final_int8_zlib_roundtrip val_loss:.* stride:(?P<stride>\d+)",
 )
-# Facts in which all runs of both groups should agree.
-SHARED_FACTS = "dataset train_shards val_tokens partial train_batch_tokens train_seq_len"
+# Facts in which all finished runs should agree.
+SHARED_FACTS = "dataset train_shards val_tokens partial stride train_batch_tokens train_seq_len"
 SHARED_FACTS += " iterations max_wallclock_seconds"
-# The table's columns: title and format.
+# Columns of the table: title and format.
 COLUMNS = {
     "seed": ("seed", ".0f"),
     "steps": ("steps", ".0f"),
@@ -60,35 +67,43 @@ COLUMNS = {
     "artifact_bytes": ("artifact bytes", ",.0f"),
     "total_bytes": ("total bytes", ",.0f"),
 }
+AVERAGED = ("ms_per_step", "val_loss", "val_bpb", "artifact_bytes", "total_bytes")
+Figures = dict[str, float]  # of a run, by column, as far as they are known
 
 
 @dataclass
 class Run:
-    """What a log tells of a run."""
+    """What a log says about a run."""
 
     path: Path
     facts: dict[str, str | None] = field(default_factory=dict)
     train: dict[int, float] = field(default_factory=dict)  # loss in nats per token, by step
     val: dict[int, float] = field(default_factory=dict)
-    figures: dict[str, float] = field(default_factory=dict)  # by COLUMNS, as far as they are known
-    problem: str = ""  # why the run cannot be counted, if it cannot
+    figures: Figures = field(default_factory=dict)
+    unfinished: str = ""  # the last line of a log without a final line
 
 
 @dataclass
 class Group:
-    """Runs that should differ by their seed alone."""
+    """Runs that should differ only by their seed."""
 
     name: str
-    runs: list[Run]  # those that count
-    left_out: list[Run]
+    runs: list[Run]
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if not run.unfinished]
 
     def values(self, figure: str) -> list[float]:
-        return [run.figures[figure] for run in self.runs if figure in run.figures]
+        """This figure of the finished runs that have it."""
+        return [run.figures[figure] for run in self.finished if figure in run.figures]
 
 
 def read_run(path: Path) -> Run:
-    """The last run in a log."""
-    lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    """Read the last start in a log."""
+    *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    if re.match(FINAL_LINE, last):  # any other line without a line end may be half-written
+        lines.append(last)
     starts = [i for i, line in enumerate(lines) if re.fullmatch(START_LINE, line)]
     run = Run(path)
     for line in lines[starts[-1] if starts else 0 :]:
@@ -100,27 +115,24 @@ def read_run(path: Path) -> Run:
                     losses = run.train if match["kind"] == "train" else run.val
                     losses[int(match["steps"])] = float(match["loss"])
     if "val_loss" not in run.facts:
-        end = "".join(lines[-1:])[:80]
-        run.problem = f"no final_int8_zlib_roundtrip_exact line; its end is {end!r}"
+        run.unfinished = repr("".join(lines[-1:])[:80])
     run.figures = {name: float(run.facts[name]) for name in COLUMNS if name in run.facts}
     return run
 
 
-def read_group(name: str, paths: list[Path]) -> Group:
-    """The runs of one side. A file that is named twice is one run."""
-    runs = [read_run(path) for path in dict.fromkeys(paths)]
-    finished = [run for run in runs if not run.problem]
-    return Group(name, finished, [run for run in runs if run.problem])
+def list_different(runs: list[Run], fact: str) -> str:
+    """The values of a fact, separated by commas, or "" if all runs agree."""
+    values = sorted({run.facts.get(fact) or "none" for run in runs})
+    return ", ".join(values) if len(values) > 1 else ""
 
 
 def find_warnings(groups: list[Group]) -> list[str]:
-    """What makes a comparison worthless without being an error."""
+    """List what makes a comparison worthless although it can be computed."""
     warnings = []
-    runs = [run for group in groups for run in group.runs]
+    runs = [run for group in groups for run in group.finished]
     for fact in SHARED_FACTS.split():
-        values = sorted({run.facts.get(fact) or "none" for run in runs})
-        if len(values) > 1:
-            warnings.append(f"the runs differ in {fact}: {', '.join(values)}")
+        if values := list_different(runs, fact):
+            warnings.append(f"the runs differ in {fact}: {values}")
     for group in groups:
         for seed, times in Counter(group.values("seed")).items():
             if times > 1:
@@ -130,76 +142,80 @@ def find_warnings(groups: list[Group]) -> list[str]:
 
 # ---- statistics ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Verdict:
-    """What the runs say about the candidate. Differences are baseline minus candidate: mean, and
-    low and high of the 95 % confidence interval. Above 0 the candidate is better."""
+class Test:
+    """A one-sided t-test: is the candidate better by more than BY nats? Differences are baseline
+    minus candidate: mean, and low and high of the 95 % confidence interval."""
 
+    paired: bool
     nats: dict[str, float]
     bits_per_byte: dict[str, float]
-    by: float  # nats
-    p: float  # of a difference like this one, or a larger one, if the true one were `by`
+    p: float
     shown: bool
-    runs_needed: int | None  # a side, to show it with a chance of POWER; None: shown, or too many
+    runs_needed: int | None  # a side, to show it with probability POWER; None: above MOST_RUNS
 
 
-def find_difference(baseline: list[float], candidate: list[float]) -> dict[str, float]:
-    interval = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval(0.95)
-    mean = fmean(baseline) - fmean(candidate)
-    return {"mean": mean, "low": float(interval.low), "high": float(interval.high)}
-
-
-def count_runs_needed(
-    baseline: list[float], candidate: list[float], by: float, alpha: float
-) -> int | None:
-    """The least number of runs a side, more than the smaller side has, with which a difference and
-    spreads like these would be shown with a chance of POWER. None: more than MOST_RUNS."""
-    gain = fmean(baseline) - fmean(candidate) - by
-    variances = np.array([variance(baseline), variance(candidate)])
-    total = variances.sum()
-    runs = np.arange(min(len(baseline), len(candidate)) + 1, MOST_RUNS + 1)
-    degrees_of_freedom = (runs - 1) / np.sum((variances / total) ** 2)
-    # If the true difference is this one, the test's t follows a noncentral t distribution.
+def count_runs_needed(gain: float, variances: list[float], alpha: float) -> int | None:
+    """The least number of runs a side that shows a gain (in nats, beyond BY) with probability
+    POWER; None: above MOST_RUNS. variances: of the two sides, or of the differences by seed."""
+    total = sum(variances)
+    runs = np.arange(2, MOST_RUNS + 1)
+    degrees_of_freedom = (runs - 1) / np.sum((np.array(variances) / total) ** 2)
+    # If the true gain is this one, the test's t follows a noncentral t distribution.
     noncentrality = gain / np.sqrt(total / runs)
     critical = stats.t.isf(alpha, degrees_of_freedom)
     enough = runs[stats.nct.sf(critical, degrees_of_freedom, noncentrality) >= POWER]
     return int(enough[0]) if len(enough) else None
 
 
-def judge(baseline: Group, candidate: Group, by: float, alpha: float) -> Verdict | str:
-    """The verdict, or the reason why there is none."""
-    for group in (baseline, candidate):
-        if len(group.runs) < 2:
-            return f"{group.name}: {len(group.runs)} finished; each side needs two, better three"
-    losses = baseline.values("val_loss"), candidate.values("val_loss")
-    if [len(set(side)) for side in losses] == [1, 1]:
+def run_test(sides: list[list[Figures]], paired: bool, by: float, alpha: float) -> Test:
+    """Student's test of pairs, or Welch's test: is the candidate, made worse by `by`, better?"""
+    t_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
+    differences = []
+    for figure in ("val_loss", "val_bpb"):
+        values = [[figures[figure] for figures in side] for side in sides]
+        low, high = map(float, t_test(*values).confidence_interval(0.95))
+        differences.append({"mean": (low + high) / 2, "low": low, "high": high})
+    baseline, candidate = (np.array([figures["val_loss"] for figures in side]) for side in sides)
+    p = float(t_test(baseline, candidate + by, alternative="greater").pvalue)
+    spread = [baseline - candidate] if paired else [baseline, candidate]
+    gain = differences[0]["mean"] - by
+    needed = count_runs_needed(gain, [values.var(ddof=1) for values in spread], alpha)
+    return Test(paired, *differences, p, p < alpha, needed)
+
+
+def pair_by_seed(sides: list[list[Figures]]) -> list[list[Figures]]:
+    """The runs of both sides whose seed occurs once on each side, in the same order."""
+    first, second = (Counter(run["seed"] for run in side if "seed" in run) for side in sides)
+    seeds = [seed for seed in first if first[seed] == second[seed] == 1]
+    return [[run for seed in seeds for run in side if run.get("seed") == seed] for side in sides]
+
+
+def judge(groups: list[Group], by: float, alpha: float) -> list[Test] | str:
+    """Test baseline against candidate: all runs, then pairs of one seed. Or say why not."""
+    for group in groups:
+        if len(group.finished) < 2:
+            return f"{group.name}: {len(group.finished)} finished; each side needs two, better more"
+    if strides := list_different([run for group in groups for run in group.finished], "stride"):
+        return f"SCORES OF DIFFERENT STRIDES ({strides}): score all runs with the same EVAL_STRIDE"
+    if all(len(set(group.values("val_loss"))) == 1 for group in groups):
         return "no score differs within a group: give every run another SEED"
-    # Welch's one-sided test: the candidate, `by` worse, is still better than the baseline.
-    shifted = [loss + by for loss in losses[1]]
-    p = float(stats.ttest_ind(losses[0], shifted, equal_var=False, alternative="greater").pvalue)
-    return Verdict(
-        nats=find_difference(*losses),
-        bits_per_byte=find_difference(baseline.values("val_bpb"), candidate.values("val_bpb")),
-        by=by,
-        p=p,
-        shown=p < alpha,
-        runs_needed=None if p < alpha else count_runs_needed(*losses, by, alpha),
-    )
+    sides = [[run.figures for run in group.finished] for group in groups]
+    pairs = pair_by_seed(sides)
+    tests = [run_test(sides, False, by, alpha)]
+    if len({a["val_loss"] - b["val_loss"] for a, b in zip(*pairs, strict=True)}) > 1:
+        tests.append(run_test(pairs, True, by, alpha))
+    return tests
 
 
 # ---- the report ----------------------------------------------------------------------------------
-AVERAGED = ("ms_per_step", "val_loss", "val_bpb", "artifact_bytes", "total_bytes")
-
-
-def format_row(name: str, figures: dict[str, float]) -> list[str]:
-    """Cells, empty where a figure is not known."""
-    cells = [name]
-    for figure, (_, form) in COLUMNS.items():
-        cells.append(format(figures[figure], form) if figure in figures else "")
-    return cells
+def format_row(name: str, figures: Figures) -> list[str]:
+    """Cells of the table. A figure that is not known leaves its cell empty."""
+    forms = {figure: form for figure, (_, form) in COLUMNS.items()}
+    return [name, *(format(figures[f], forms[f]) if f in figures else "" for f in forms)]
 
 
 def format_table(groups: list[Group]) -> str:
-    """Each run, then n, mean and standard deviation of its group."""
+    """Each run, then n, mean and standard deviation of the finished runs of its group."""
     rows = [["", *(title for title, _ in COLUMNS.values())]]
     for group in groups:
         values = {figure: group.values(figure) for figure in AVERAGED}
@@ -207,7 +223,7 @@ def format_table(groups: list[Group]) -> str:
         deviations = {figure: stdev(known) for figure, known in values.items() if len(known) > 1}
         rows.append(format_row(group.name, {}))
         rows += [format_row(f"  {run.path.stem}", run.figures) for run in group.runs]
-        rows.append(format_row(f"  n = {len(group.runs)}, mean", means))
+        rows.append(format_row(f"  n = {len(group.finished)}, mean", means))
         rows.append(format_row("  standard deviation", deviations))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -217,78 +233,80 @@ def format_table(groups: list[Group]) -> str:
     return "\n".join(lines)
 
 
-def format_verdict(verdict: Verdict) -> str:
-    lines = ["baseline minus candidate, with the 95 % confidence interval:"]
-    for unit, difference in (("nats", verdict.nats), ("bits per byte", verdict.bits_per_byte)):
-        mean, low, high = difference.values()
-        lines.append(f"  {mean:.4f} {unit} ({low:.4f} to {high:.4f})")
-    if verdict.shown:
-        answer = "shown"
-    elif verdict.nats["mean"] <= verdict.by:
-        answer = "not shown, and no number of runs like these would show it"
-    elif verdict.runs_needed is None:
-        answer = f"not shown; at this spread {MOST_RUNS} runs a side would not show it"
-    else:
-        answer = f"not shown; at this spread some {verdict.runs_needed} runs a side would show it"
-    lines.append(f"better by more than {verdict.by:g} nats? {answer} (p = {verdict.p:.2g})")
-    return "\n".join(lines)
+def format_test(test: Test, by: float) -> str:
+    unit = "pairs" if test.paired else "runs a side"
+    advice = f"at this spread {MOST_RUNS} {unit} would not show it"
+    if test.runs_needed is not None:
+        advice = f"at this spread {test.runs_needed} {unit} show it four times in five"
+    elif test.nats["mean"] <= by:
+        advice = f"and no number of {unit} like these would show it"
+    form = "{mean:.4f} {unit} ({low:.4f} to {high:.4f})"
+    nats = form.format(unit="nats", **test.nats)
+    bits_per_byte = form.format(unit="bits per byte", **test.bits_per_byte)
+    return (
+        f"{'pairs of one seed' if test.paired else 'all runs'}: {nats}, {bits_per_byte}\n"
+        f"  better by more than {by:g} nats? {'shown' if test.shown else 'not shown'} "
+        f"(p = {test.p:.2g}); {advice}"
+    )
 
 
-def format_report(groups: list[Group], warnings: list[str], verdict: Verdict | str | None) -> str:
-    notes = [f"left out: {run.path}: {run.problem}" for g in groups for run in g.left_out]
-    notes += [f"warning: {warning}" for warning in warnings]
+def format_report(groups: list[Group], verdict: list[Test] | str, by: float) -> str:
+    unfinished = [run for group in groups for run in group.runs if run.unfinished]
+    notes = [f"no final line: {run.path}: it ends with {run.unfinished}" for run in unfinished]
+    notes += [f"warning: {warning}" for warning in find_warnings(groups)]
     blocks = [format_table(groups), "\n".join(notes)]
-    if isinstance(verdict, Verdict):
-        blocks.append(format_verdict(verdict))
-    elif verdict is not None:
+    if isinstance(verdict, str):
         blocks.append(f"not tested: {verdict}")
+    elif verdict:
+        head = "baseline minus candidate, with the 95 % confidence interval:"
+        blocks.append("\n".join([head, *(format_test(test, by) for test in verdict)]))
     return "\n\n".join(block for block in blocks if block)
 
 
-def format_json(groups: list[Group], warnings: list[str], verdict: Verdict | str | None) -> str:
-    """The report for machines: one object. Its verdict may be the reason why there is none."""
-    report: dict[str, Any] = {"left_out": {}, "warnings": warnings}
+def format_json(groups: list[Group], verdict: list[Test] | str) -> str:
+    """One object. Its "verdict" is a list of tests, or the reason why there is none."""
+    report: dict[str, Any] = {"warnings": find_warnings(groups)}
     for group in groups:
         report[group.name] = [{"file": str(run.path), **run.figures} for run in group.runs]
-        report["left_out"] |= {str(run.path): run.problem for run in group.left_out}
-    report["verdict"] = asdict(verdict) if isinstance(verdict, Verdict) else verdict
+    report["verdict"] = verdict if isinstance(verdict, str) else [asdict(test) for test in verdict]
     return json.dumps(report, indent=1)
 
 
 # ---- the picture ---------------------------------------------------------------------------------
-COLORS = ("#e08a2e", "#1f2a6b")  # of the groups: one light, one dark, so that grey tells them, too
-
-
-def draw(groups: list[Group], picture: Path) -> None:
-    """Losses over steps, without the first tenth, which would flatten the rest, a line for each
-    run, and beside them each run's score."""
+def draw(groups: list[Group], picture: Path, by_run: bool) -> None:
+    """Draw a curve for each run, without the first tenth of its steps, which would flatten the
+    rest, and the scores of the finished runs. Each group, or each run, has its own color."""
     from matplotlib.figure import Figure
 
+    colors = ("#e08a2e", "#1f2a6b")  # light and dark: different on grey paper, too
+    parts = [(group.name, color, group.runs) for group, color in zip(groups, colors, strict=False)]
+    if by_run:
+        parts = [(run.path.stem, f"C{i}", [run]) for i, run in enumerate(groups[0].runs)]
     figure = Figure(figsize=(9, 4), layout="constrained")
     thin, dots = {"lw": 0.5, "alpha": 0.5}, {"marker": "o", "ms": 3}
     curves, scores = figure.subplots(1, 2, width_ratios=(2.4, 1))
-    for i, (group, color) in enumerate(zip(groups, COLORS, strict=False)):
-        curves.plot([], [], color=color, label=group.name, **dots)
-        for run in group.runs:
+    for i, (name, color, runs) in enumerate(parts):
+        curves.plot([], [], color=color, label=name, **dots)
+        for run in runs:
             for losses, style in ((run.train, thin), (run.val, dots)):
                 late = [step for step in losses if step >= max(losses) / 10]
                 curves.plot(late, [losses[step] for step in late], color=color, **style)
-            scores.plot(i, run.figures["val_loss"], color=color, marker="o", alpha=0.7)
+            if not run.unfinished:
+                scores.plot(i, run.figures["val_loss"], color=color, marker="o", alpha=0.7)
     curves.set(title="training (thin) and validation", xlabel="step", ylabel="nats per token")
     curves.legend()
-    names = [f"{group.name}\nn = {len(group.runs)}" for group in groups]
-    scores.set_xticks(range(len(groups)), names)
-    scores.set(title="score of each run", xlim=(-0.6, len(groups) - 0.4))
+    scores.set_xticks(range(len(parts)), [name for name, _, _ in parts], rotation=90 * by_run)
+    scores.set(title="score of each finished run", xlim=(-0.6, len(parts) - 0.4))
     scores.ticklabel_format(axis="y", useOffset=False)
     figure.savefig(picture, dpi=150)
 
 
 # ---- command line --------------------------------------------------------------------------------
-def main(arguments: list[str] | None = None) -> NoReturn:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--baseline", nargs="+", type=Path, required=True, metavar="LOG")
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="runs to show")
+    parser.add_argument("--baseline", nargs="+", type=Path, metavar="LOG")
     parser.add_argument("--candidate", nargs="+", type=Path, metavar="LOG", help="to be tested")
     parser.add_argument("--by", type=float, default=0.005, help="nats (default: 0.005)")
     parser.add_argument("--alpha", type=float, default=0.01, help="level (default: 0.01)")
@@ -297,20 +315,31 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     args = parser.parse_args(arguments)
     if args.picture is not None and args.picture.suffix not in (".svg", ".png"):
         parser.error(f"--picture {args.picture} must end in .svg or .png")
+    if bool(args.logs) == bool(args.baseline) or (args.candidate and not args.baseline):
+        parser.error("give either logs, or --baseline and perhaps --candidate")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    args = parse_arguments(arguments)
+    sides = {"runs": args.logs, "baseline": args.baseline, "candidate": args.candidate}
     try:
-        groups = [read_group("baseline", args.baseline)]
-        verdict = None
-        code = 0
-        if args.candidate is not None:
-            groups.append(read_group("candidate", args.candidate))
-            verdict = judge(*groups, args.by, args.alpha)
-            code = 2
-        if isinstance(verdict, Verdict):
-            code = 0 if verdict.shown else 1
-        format_as = format_json if args.json else format_report
-        print(format_as(groups, find_warnings(groups), verdict), flush=True)
-        if args.picture is not None:
-            draw(groups, args.picture)
+        # A file that is named twice is one run.
+        groups = [
+            Group(name, [read_run(path) for path in dict.fromkeys(paths)])
+            for name, paths in sides.items()
+            if paths
+        ]
+        verdict = judge(groups, args.by, args.alpha) if args.candidate else []
+        code = 2 if isinstance(verdict, str) else int(not all(test.shown for test in verdict[:1]))
+        report = format_report(groups, verdict, args.by)
+        print(format_json(groups, verdict) if args.json else report, flush=True)
+        runs = [run for group in groups for run in group.runs]
+        if not any(run.train or run.val or not run.unfinished for run in runs):
+            print("nothing to draw: no log has a loss yet", file=sys.stderr)
+            code = code or 1
+        elif args.picture is not None:
+            draw(groups, args.picture, by_run=args.baseline is None)
     except (ImportError, OSError) as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         code = 2

@@ -1,0 +1,55 @@
+"""sample.py: text from each file that a run writes, with its own script; clear errors."""
+
+import shutil
+
+import pytest
+import sentencepiece
+import torch
+
+from tests.tools import sample
+
+# A model that continues with the id of the last token plus the length of the context.
+EDITED = """
+import torch
+from types import SimpleNamespace as Hyperparameters
+class GPT(torch.nn.Linear):
+    def __init__(self, hp, dtype): super().__init__(1, 1)
+    def logits(self, ids): return torch.eye(384)[(ids.flatten() + ids.shape[1]) % 384]
+def load_weights(gpt, data, name): pass
+"""
+
+
+def test_each_file_of_a_run_writes_text(trained, capsys):
+    texts = []
+    seeds = {"final_model.int8.ptz": 0, "final_model.pt": 1, "checkpoints/test.pt": 1}
+    for name, seed in seeds.items():
+        sample.main([str(trained[0] / name), "The", "--tokens=9", f"--seed={seed}"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1] == texts[2]
+    assert all(text.startswith("The") and len(text) > 9 for text in texts)
+
+
+@pytest.mark.parametrize("prompt", ["", 40 * "7"])
+def test_a_prompt_follows_bos_and_keeps_its_end(tmp_path, tokenizer, capsys, prompt):
+    (tmp_path / "edited.py").write_text(EDITED)
+    knobs = {"vocab_size": 384, "train_seq_len": 32, "tokenizer_path": str(tokenizer)}
+    torch.save({"knobs": knobs}, tmp_path / "model.pt")
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    ids = [1, *sp.encode(prompt)]
+    for _ in range(5):
+        ids.append((ids[-1] + min(len(ids), 32)) % 384)
+    options = f"--script {tmp_path}/edited.py --tokens 5 --temperature 0"
+    sample.main([str(tmp_path / "model.pt"), prompt, *options.split()])
+    assert capsys.readouterr().out == f"{sp.decode(ids)}\n"
+
+
+def test_an_error_says_what_is_missing(tmp_path, trained):
+    model = trained[0] / "final_model.pt"
+    copied = shutil.copy(model, tmp_path)
+    for arguments, words in (
+        ([copied], "final_result.json is missing"),
+        ([model, "--tokenizer", "none.model"], "none.model.* set --tokenizer"),
+        ([trained[0] / "final_result.json"], "final_result.json does not fit"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            sample.main(list(map(str, arguments)))

@@ -1,0 +1,90 @@
+"""Write text with a trained model: an artifact, a final_model.pt or a checkpoint.
+
+    python tests/tools/sample.py final_model.int8.ptz "The"
+
+All but a checkpoint need the final_result.json of their run in the same folder, for its knobs."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentencepiece import SentencePieceProcessor
+
+
+def read_knobs(path: Path) -> dict[str, Any]:
+    """Return the knobs of the run that wrote this file."""
+    if path.read_bytes().startswith(b"PK"):  # torch.save's: a checkpoint or a final_model.pt
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if "knobs" in saved:
+                return saved["knobs"]
+        except Exception:
+            sys.exit(f"{path} is damaged, or not a checkpoint or final_model.pt")
+    result = path.with_name("final_result.json")
+    try:
+        return json.loads(result.read_text())["knobs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        sys.exit(f"{result} is missing or has no knobs: copy the file of this run there")
+
+
+def load_model(script_path: Path, path: Path) -> tuple[Any, torch.nn.Module]:
+    """Return the knobs and the model in fp32, both as the run's script defines them."""
+    spec = importlib.util.spec_from_file_location("train_script", script_path)
+    script = sys.modules["train_script"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    knobs = {k: tuple(v) if isinstance(v, list) else v for k, v in read_knobs(path).items()}
+    try:
+        hp = script.Hyperparameters(**knobs)
+        gpt = script.GPT(hp, torch.float32)
+        script.load_weights(gpt, path.read_bytes(), str(path))
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        sys.exit(f"{path} does not fit {script_path} (see --script), or is damaged: {reason}")
+    return hp, gpt.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@torch.no_grad()
+def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: argparse.Namespace) -> None:
+    """Append to ids, until the document ends. The model sees the last seq_len of them."""
+    device = next(gpt.parameters()).device
+    random = torch.Generator().manual_seed(args.seed)
+    for _ in range(args.tokens):
+        logits = gpt.logits(torch.tensor([ids[-seq_len:]], device=device))[-1].cpu()
+        probabilities = (logits / max(args.temperature, 1e-6)).softmax(dim=0)
+        ids.append(int(torch.multinomial(probabilities, 1, generator=random)))
+        if ids[-1] == ids[0]:  # BOS: the next document
+            break
+
+
+def main(arguments: list[str] | None = None) -> None:
+    own_script = Path(__file__).resolve().parents[2] / "train_gpt.py"
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("model", type=Path, help="artifact, final_model.pt or checkpoint")
+    parser.add_argument("prompt", nargs="?", default="", help="default: a new document")
+    parser.add_argument("--tokens", type=int, default=100, help="default: 100")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives another text")
+    parser.add_argument("--script", type=Path, default=own_script, help="trained the model")
+    parser.add_argument("--tokenizer", help="default: TOKENIZER_PATH of the run")
+    args = parser.parse_args(arguments)
+    for path in (args.model, args.script):
+        if not path.is_file():
+            sys.exit(f"{path} is not a file")
+    hp, gpt = load_model(args.script, args.model)
+    try:
+        tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)
+    except (OSError, RuntimeError) as error:
+        sys.exit(f"tokenizer: {error}: start in the folder of the run, or set --tokenizer")
+    if tokenizer.vocab_size() != hp.vocab_size:
+        sys.exit(f"the tokenizer does not have VOCAB_SIZE={hp.vocab_size} pieces: set --tokenizer")
+    ids = [tokenizer.bos_id(), *tokenizer.encode(args.prompt)]  # a document begins with BOS
+    generate(gpt, ids, hp.train_seq_len, args)
+    print(tokenizer.decode(ids))
+
+
+if __name__ == "__main__":
+    main()
