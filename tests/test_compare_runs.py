@@ -40,9 +40,17 @@ final_int8_zlib_roundtrip_exact val_loss:3.52821744 val_bpb:1.98197144
 LOG = HEAD + START + END
 BASELINE = [3.5100, 3.5141, 3.5082, 3.5123]
 CANDIDATE = [3.4993, 3.4971, 3.5017]
+VERDICTS = [
+    (BASELINE, CANDIDATE, [], 0, "better by more than 0.005 nats? shown (p = 0.008)"),
+    (BASELINE, CANDIDATE, ["--alpha", "0.005"], 1, "not shown (p = 0.008); at this spread"),
+    (BASELINE, CANDIDATE, ["--by", "0.0117"], 1, "1000 runs a side would not show it"),
+    (CANDIDATE, BASELINE, ["--by", "0"], 1, "no number of runs"),
+    (BASELINE, [3.4], [], 2, "not tested: candidate: 1 finished"),
+    ([3.5, 3.5], [3.4, 3.4], [], 2, "not tested: no score differs"),
+]
 
 
-def write_sides(folder: Path, baseline: list[float], candidate: list[float]) -> list[str | Path]:
+def write_sides(folder: Path, baseline=BASELINE, candidate=CANDIDATE) -> list[str | Path]:
     """Write logs with these scores and the seeds 0, 1, 2 ...: arguments for the tool."""
     arguments: list[str | Path] = []
     for side, losses in (("baseline", baseline), ("candidate", candidate)):
@@ -52,12 +60,6 @@ def write_sides(folder: Path, baseline: list[float], candidate: list[float]) -> 
             arguments.append(folder / f"{side}-{seed}.txt")
             arguments[-1].write_text(text.replace("1.98197144", f"{loss / 2:.8f}"))
     return arguments
-
-
-@pytest.fixture
-def sides(tmp_path) -> list[str | Path]:
-    """Two groups, of which the second is better."""
-    return write_sides(tmp_path, BASELINE, CANDIDATE)
 
 
 def compare(capsys: pytest.CaptureFixture, *arguments: str | Path) -> tuple[int, str]:
@@ -86,7 +88,8 @@ def test_a_log_that_the_script_wrote(tmp_path, knobs):
     assert list(run.train) == [1, 2, 3, 4, 5, 6] and list(run.val) == [0, 3, 6]
 
 
-def test_runs_without_the_final_line_are_named(tmp_path, capsys, sides):
+def test_runs_without_the_final_line_are_named(tmp_path, capsys):
+    sides = write_sides(tmp_path)
     path = tmp_path / "bad.txt"
     for text, end in (("", ""), (LOG[:-2], "eval_time:692ms"), (LOG + HEAD + START, "323.98ms")):
         path.write_text(text)
@@ -95,9 +98,10 @@ def test_runs_without_the_final_line_are_named(tmp_path, capsys, sides):
         assert re.search(f"no final line: {re.escape(str(path))}: .*{end}'", out)
 
 
-def test_the_test_is_welchs(capsys, sides):
+def test_the_test_is_welchs(tmp_path, capsys):
     """By hand: standard error 0.00185345, t at 0.005 is 3.65984 with 4.74476 degrees of freedom."""
-    welch = json.loads(compare(capsys, *sides, "--json")[1])["verdict"][0]
+    out = compare(capsys, *write_sides(tmp_path), "--json")[1]
+    welch = json.loads(out)["verdict"][0]
     nats = {"mean": 0.0117833, "low": 0.0069408, "high": 0.0166259}
     assert welch["nats"] == pytest.approx(nats, abs=1e-6)
     assert welch["bits_per_byte"] == pytest.approx({k: v / 2 for k, v in nats.items()}, abs=1e-6)
@@ -122,31 +126,22 @@ def test_the_number_of_runs_shows_it_four_times_in_five():
         assert (np.mean(test.pvalue < 0.01) > 0.795) == (runs == needed)
 
 
-@pytest.mark.parametrize(
-    "baseline, candidate, more, code, words",
-    [
-        (BASELINE, CANDIDATE, [], 0, "better by more than 0.005 nats? shown (p = 0.008)"),
-        (BASELINE, CANDIDATE, ["--alpha", "0.005"], 1, "not shown (p = 0.008); at this spread"),
-        (BASELINE, CANDIDATE, ["--by", "0.0117"], 1, "1000 runs a side would not show it"),
-        (CANDIDATE, BASELINE, ["--by", "0"], 1, "no number of runs"),
-        (BASELINE, [3.4], [], 2, "not tested: candidate: 1 finished"),
-        ([3.5, 3.5], [3.4, 3.4], [], 2, "not tested: no score differs"),
-    ],
-)
+@pytest.mark.parametrize("baseline, candidate, more, code, words", VERDICTS)
 def test_the_verdict(tmp_path, capsys, baseline, candidate, more, code, words):
     ended, out = compare(capsys, *write_sides(tmp_path, baseline, candidate), *more)
     assert ended == code and words in out
 
 
-def test_the_table(capsys, sides):
-    code, out = compare(capsys, *sides[1:5])  # without a side
+def test_the_table(tmp_path, capsys):
+    code, out = compare(capsys, *write_sides(tmp_path)[1:5])  # without a side
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
     numbers = ["344.44", "3.514100", "1.757050", "485", "984,749", "1,072,710"]
     assert code == 0 and ["baseline-1", "1", "18", *numbers] in rows
     assert ["n = 4, mean", "344.44", "3.511150", "1.755575", "984,749", "1,072,710"] in rows
 
 
-def test_what_makes_a_comparison_worthless(tmp_path, capsys, sides):
+def test_what_makes_a_comparison_worthless(tmp_path, capsys):
+    sides = write_sides(tmp_path)
     assert "warning" not in compare(capsys, *sides)[1]
     path = tmp_path / "odd.txt"
     path.write_text(LOG.replace("tokens:52608", "tokens:100").replace("seed:42", "seed:2"))
@@ -158,8 +153,9 @@ def test_what_makes_a_comparison_worthless(tmp_path, capsys, sides):
     assert code == 2 and "not tested: SCORES OF DIFFERENT STRIDES (64, none)" in out
 
 
-def test_a_picture_has_a_line_for_each_run(tmp_path, capsys, sides):
+def test_a_picture_has_a_line_for_each_run(tmp_path, capsys):
     """Also for a run that is still going."""
+    write_sides(tmp_path)
     (tmp_path / "half.txt").write_text(HEAD + START + "step:18/20 tr")
     thin = r"stroke: #(.*); stroke-opacity: 0.5; stroke-width: 0.5"
     for logs, colors in (

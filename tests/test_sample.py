@@ -25,8 +25,7 @@ def test_each_file_of_a_run_writes_text(trained, capsys):
     for name, seed in seeds.items():
         sample.main([str(trained[0] / name), "The", "--tokens=9", f"--seed={seed}"])
         texts.append(capsys.readouterr().out)
-    assert texts[0] != texts[1] == texts[2]
-    assert all(text.startswith("The") and len(text) > 9 for text in texts)
+    assert texts[0] != texts[1] == texts[2] and all(text.startswith("The") for text in texts)
 
 
 @pytest.mark.parametrize("prompt", ["", 40 * "7"])
@@ -44,11 +43,10 @@ def test_a_prompt_follows_bos_and_keeps_its_end(tmp_path, tokenizer, capsys, pro
 
 
 def test_an_error_says_what_is_missing(tmp_path, trained):
-    model = trained[0] / "final_model.pt"
-    copied = shutil.copy(model, tmp_path)
+    copied = shutil.copy(trained[0] / "final_model.pt", tmp_path)
     for arguments, words in (
         ([copied], "final_result.json is missing"),
-        ([model, "--tokenizer", "none.model"], "none.model.* set --tokenizer"),
+        ([trained[0] / "final_model.pt", "--tokenizer=none"], "none.* set --tokenizer"),
         ([trained[0] / "final_result.json"], "final_result.json does not fit"),
     ):
         with pytest.raises(SystemExit, match=words):
