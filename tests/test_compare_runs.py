@@ -160,7 +160,7 @@ def test_a_picture_has_a_line_for_each_run(tmp_path, capsys):
     thin = r"stroke: #(.*); stroke-opacity: 0.5; stroke-width: 0.5"
     for logs, colors in (
         ("--baseline baseline-* --candidate candidate-*", 4 * ["e08a2e"] + 3 * ["1f2a6b"]),
-        ("baseline-0.txt half.txt", ["1f77b4", "ff7f0e"]),
+        ("half.txt $PWD/half.txt", ["1f77b4", "ff7f0e"]),
     ):
         command = f"{sys.executable} {ROOT}/tests/tools/compare_runs.py {logs} --picture a.svg"
         subprocess.run(command, shell=True, cwd=tmp_path, check=True)
