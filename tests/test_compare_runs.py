@@ -42,9 +42,9 @@ BASELINE = [3.5100, 3.5141, 3.5082, 3.5123]
 CANDIDATE = [3.4993, 3.4971, 3.5017]
 VERDICTS = [
     (BASELINE, CANDIDATE, [], 0, "better by more than 0.005 nats? shown (p = 0.008)"),
-    (BASELINE, CANDIDATE, ["--alpha", "0.005"], 1, "not shown (p = 0.008); at this spread"),
-    (BASELINE, CANDIDATE, ["--by", "0.0117"], 1, "1000 runs a side would not show it"),
-    (CANDIDATE, BASELINE, ["--by", "0"], 1, "no number of runs"),
+    (BASELINE, CANDIDATE, ["--alpha", "0.005"], 1, "not shown (p = 0.008); at this spread, "),
+    (BASELINE, CANDIDATE, ["--by", "0.0117"], 1, "even 1000 runs per side would not show it"),
+    (CANDIDATE, BASELINE, ["--by", "0"], 1, "more runs per side like these would not show it"),
     (BASELINE, [3.4], [], 2, "not tested: candidate: 1 finished"),
     ([3.5, 3.5], [3.4, 3.4], [], 2, "not tested: no score differs"),
 ]
@@ -113,10 +113,10 @@ def test_runs_of_one_seed_are_paired(tmp_path, capsys):
     sides = write_sides(tmp_path, [3.50, 3.54, 3.62], [3.490, 3.528, 3.606, 3.3])
     out = compare(capsys, *sides[:5], *reversed(sides[5:]))[1]
     assert "pairs of one seed: 0.0120 nats (0.0070 to 0.0170)" in out
-    assert "not shown (p = 0.013); at this spread 4 pairs show it four times in five" in out
+    assert "not shown (p = 0.013); at this spread, 4 pairs show it with 80% probability" in out
 
 
-def test_the_number_of_runs_shows_it_four_times_in_five():
+def test_the_number_of_runs_shows_it_with_80_percent_probability():
     """In 20,000 comparisons of random runs, but not with one run less."""
     needed = compare_runs.count_runs_needed(0.002, [0.002**2, 0.002**2], 0.01)
     random = np.random.default_rng(0)

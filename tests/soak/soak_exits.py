@@ -1,10 +1,9 @@
-"""Run the small run under torchrun many times and see that each ends by itself, well.
+"""Start many small runs under torchrun and check that each one ends properly.
 
     python tests/soak/soak_exits.py [--runs 30] [--ranks 4]
 
-What goes wrong when several gloo ranks leave goes wrong now and then: one run proves little. A run
-is good if torchrun ends with code 0 within a minute and its last line is the result. Exit code 1 if
-any was not good.
+Errors when several gloo ranks exit are rare, so one run proves little. A run is good if torchrun
+exits with code 0 and the log has the final score. Exits with 1 if any run is not good.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from conftest import run_script, write_small_run
 
 
 def problem_of(folder: Path, knobs: dict[str, str], ranks: int) -> str:
-    """What was wrong with a run, or ""."""
+    """Return what went wrong in a run, or ""."""
     try:
         result = run_script(folder, knobs, ranks)
     except subprocess.TimeoutExpired:

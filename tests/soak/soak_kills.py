@@ -1,10 +1,10 @@
-"""Kill ranks of one long run at random moments, and compare its weights with an undisturbed run's.
+"""Kill ranks of a long run at random moments; it must end with the weights of an undisturbed run.
 
     python tests/soak/soak_kills.py [--kills 20] [--seed 0] [--ranks 2] [--steps 3000]
 
-torchrun starts the ranks again after each kill -9, and RESUME=auto goes on from the checkpoint. A
-moment may fall anywhere: into the start, a step, a write, the export. Exits with 1 unless the run
-ends well, after all kills, with the same files to the last bit.
+torchrun restarts the ranks after each kill -9, and RESUME=auto continues from the checkpoint. A
+kill may hit anything: the start, a step, a write, the export. Exits with 1 unless the run finishes
+after all kills and its model files are equal to the last bit.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from conftest import SCRIPT, launch_command, process_environ, same_models, write
 
 
 def start(folder: Path, knobs: dict[str, str], ranks: int, restarts: int) -> subprocess.Popen:
-    """A run under torchrun in a new folder; its errors go into a file there."""
+    """Start a run under torchrun in a new folder, with stderr in a file there."""
     folder.mkdir()
     command = [*launch_command(ranks, restarts), str(SCRIPT)]
     settings = {"cwd": folder, "env": process_environ(knobs, 1), "stdout": subprocess.DEVNULL}
@@ -31,7 +31,7 @@ def start(folder: Path, knobs: dict[str, str], ranks: int, restarts: int) -> sub
 
 
 def kill_one(agent: subprocess.Popen, ranks: int, chance: random.Random) -> bool:
-    """Kill -9 a rank as soon as all are there. False if the run has ended."""
+    """Kill a rank as soon as all have started. Return False if the run has ended."""
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
     while agent.poll() is None:
         pids = [int(pid) for pid in children.read_text().split()]
@@ -60,13 +60,13 @@ def main() -> None:
     for kill in range(1, args.kills + 1):
         time.sleep(chance.uniform(0, args.longest))
         if not kill_one(agent, args.ranks, chance):
-            sys.exit(f"{folder}: the run ended before kill {kill}: give it more --steps")
+            sys.exit(f"{folder}: the run ended before kill {kill}: set more --steps")
         print(f"kill {kill}/{args.kills}", flush=True)
-        time.sleep(0.3)  # so that torchrun has seen it
+        time.sleep(0.3)  # until torchrun has noticed
     code = agent.wait()
     equal = code == 0 and same_models(folder / "calm", folder / "killed")
     resumes = (folder / "killed" / "logs" / "test.txt").read_text().count("\nresume:checkpoints")
-    print(f"exit code {code}, {resumes} times resumed, same weights: {equal}: see {folder}")
+    print(f"exit code {code}, resumed {resumes} times, same weights: {equal}: see {folder}")
     sys.exit(not equal)
 
 

@@ -1,12 +1,12 @@
-"""Time optimizer steps of the trainer against the plain reading of the contract in tests/plain.py.
+"""Time the trainer's optimizer step against the plain implementation in tests/plain.py.
 
     PRESET=demo python tests/tools/bench_step.py [--rounds 15]
     torchrun --standalone --nproc_per_node=2 tests/tools/bench_step.py
 
-Takes the trainer's own knobs from the environment. Both start from the same weights and read the
-same shards of random tokens; they take turns, so that what else the machine does meets both.
-Prints the median time of a step of each and tokens per second; then the ratio, which is the
-result, and the row for the table in README.md.
+Knobs come from the environment, as for a training. Both start with the same weights and read the
+same shards of random tokens. They take turns, so that other load on the machine slows both. Prints
+for each the median time of a step and tokens per second, then the ratio, which is the result, and a
+row for the table in README.md.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from train_gpt import Hyperparameters, Runtime
 def measure(
     steps: dict[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Median milliseconds of a step of each, taking turns; two rounds warm up."""
+    """Median milliseconds per step of each. They take turns; the first two rounds are a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     synchronize = torch.get_device_module(device).synchronize
     for _ in range(rounds + 2):
@@ -49,7 +49,7 @@ def measure(
 
 
 def describe(runtime: Runtime) -> str:
-    """Machine, knobs that the environment sets, and commit: the first cells of the table."""
+    """The first cells of the table: machine, knobs set in the environment, commit."""
     if runtime.device.type == "cuda":
         name = torch.cuda.get_device_name()
     else:
@@ -65,7 +65,7 @@ def describe(runtime: Runtime) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each that are timed")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
@@ -78,7 +78,7 @@ def main() -> None:
             write_shard(data / f"fineweb_train_{i:06d}.bin", tokens)
         runtime = train_gpt.open_runtime(hp)
         state = make_state(hp, runtime)
-        # Autocast wants the embedding in bf16, whatever the trainer's dtype is.
+        # Autocast needs the embedding in bf16, whatever the trainer's dtype is.
         plain_gpt = plain_model = plain.PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
         plain_gpt.load_state_dict(state.gpt.state_dict())
         optimizers = plain.PlainOptimizers(plain_gpt, hp)
@@ -102,7 +102,7 @@ def main() -> None:
         runtime.log(f"| {describe(runtime)} | {cells} |")
         if dist.is_initialized():
             dist.barrier()
-            os._exit(0)  # not through the interpreter's own exit, as the script
+            os._exit(0)  # the interpreter's own exit may hang in gloo's threads
 
 
 if __name__ == "__main__":

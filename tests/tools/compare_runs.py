@@ -127,7 +127,7 @@ def list_different(runs: list[Run], fact: str) -> str:
 
 
 def find_warnings(groups: list[Group]) -> list[str]:
-    """List what makes a comparison worthless although it can be computed."""
+    """List differences that make a comparison meaningless."""
     warnings = []
     runs = [run for group in groups for run in group.finished]
     for fact in SHARED_FACTS.split():
@@ -143,7 +143,7 @@ def find_warnings(groups: list[Group]) -> list[str]:
 # ---- statistics ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Test:
-    """A one-sided t-test: is the candidate better by more than BY nats? Differences are baseline
+    """A one-sided t-test: is the candidate better by more than --by nats? Differences are baseline
     minus candidate: mean, and low and high of the 95 % confidence interval."""
 
     paired: bool
@@ -151,12 +151,12 @@ class Test:
     bits_per_byte: dict[str, float]
     p: float
     shown: bool
-    runs_needed: int | None  # a side, to show it with probability POWER; None: above MOST_RUNS
+    runs_needed: int | None  # per side, to show it with probability POWER; None: above MOST_RUNS
 
 
 def count_runs_needed(gain: float, variances: list[float], alpha: float) -> int | None:
-    """The least number of runs a side that shows a gain (in nats, beyond BY) with probability
-    POWER; None: above MOST_RUNS. variances: of the two sides, or of the differences by seed."""
+    """Return the least number of runs per side, or of pairs, that shows a gain (nats beyond --by)
+    with probability POWER. variances: of the two sides, or of the differences of the pairs."""
     total = sum(variances)
     runs = np.arange(2, MOST_RUNS + 1)
     degrees_of_freedom = (runs - 1) / np.sum((np.array(variances) / total) ** 2)
@@ -168,7 +168,7 @@ def count_runs_needed(gain: float, variances: list[float], alpha: float) -> int 
 
 
 def run_test(sides: list[list[Figures]], paired: bool, by: float, alpha: float) -> Test:
-    """Student's test of pairs, or Welch's test: is the candidate, made worse by `by`, better?"""
+    """Run Welch's t-test or the paired one: is the candidate still better with `by` added?"""
     t_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
     differences = []
     for figure in ("val_loss", "val_bpb"):
@@ -184,14 +184,14 @@ def run_test(sides: list[list[Figures]], paired: bool, by: float, alpha: float) 
 
 
 def pair_by_seed(sides: list[list[Figures]]) -> list[list[Figures]]:
-    """The runs of both sides whose seed occurs once on each side, in the same order."""
+    """Return the runs whose seed occurs once on each side, in the same order."""
     first, second = (Counter(run["seed"] for run in side if "seed" in run) for side in sides)
     seeds = [seed for seed in first if first[seed] == second[seed] == 1]
     return [[run for seed in seeds for run in side if run.get("seed") == seed] for side in sides]
 
 
 def judge(groups: list[Group], by: float, alpha: float) -> list[Test] | str:
-    """Test baseline against candidate: all runs, then pairs of one seed. Or say why not."""
+    """Test the candidate with all runs, then with pairs of one seed. Or return why not."""
     for group in groups:
         if len(group.finished) < 2:
             return f"{group.name}: {len(group.finished)} finished; each side needs two, better more"
@@ -209,13 +209,13 @@ def judge(groups: list[Group], by: float, alpha: float) -> list[Test] | str:
 
 # ---- the report ----------------------------------------------------------------------------------
 def format_row(name: str, figures: Figures) -> list[str]:
-    """Cells of the table. A figure that is not known leaves its cell empty."""
+    """Cells of a row. An unknown figure leaves its cell empty."""
     forms = {figure: form for figure, (_, form) in COLUMNS.items()}
     return [name, *(format(figures[f], forms[f]) if f in figures else "" for f in forms)]
 
 
 def format_table(groups: list[Group]) -> str:
-    """Each run, then n, mean and standard deviation of the finished runs of its group."""
+    """One row per run, then n, mean and standard deviation of the group's finished runs."""
     rows = [["", *(title for title, _ in COLUMNS.values())]]
     for group in groups:
         values = {figure: group.values(figure) for figure in AVERAGED}
@@ -234,12 +234,12 @@ def format_table(groups: list[Group]) -> str:
 
 
 def format_test(test: Test, by: float) -> str:
-    unit = "pairs" if test.paired else "runs a side"
-    advice = f"at this spread {MOST_RUNS} {unit} would not show it"
+    unit = "pairs" if test.paired else "runs per side"
+    advice = f"at this spread, even {MOST_RUNS} {unit} would not show it"
     if test.runs_needed is not None:
-        advice = f"at this spread {test.runs_needed} {unit} show it four times in five"
+        advice = f"at this spread, {test.runs_needed} {unit} show it with {POWER:.0%} probability"
     elif test.nats["mean"] <= by:
-        advice = f"and no number of {unit} like these would show it"
+        advice = f"more {unit} like these would not show it"
     form = "{mean:.4f} {unit} ({low:.4f} to {high:.4f})"
     nats = form.format(unit="nats", **test.nats)
     bits_per_byte = form.format(unit="bits per byte", **test.bits_per_byte)
@@ -274,11 +274,11 @@ def format_json(groups: list[Group], verdict: list[Test] | str) -> str:
 
 # ---- the picture ---------------------------------------------------------------------------------
 def draw(groups: list[Group], picture: Path, by_run: bool) -> None:
-    """Draw a curve for each run, without the first tenth of its steps, which would flatten the
-    rest, and the scores of the finished runs. Each group, or each run, has its own color."""
+    """Draw the losses of each run and the scores of the finished ones. The first tenth of the
+    steps is left out: it would flatten the rest. Each group, or each run, has its own color."""
     from matplotlib.figure import Figure
 
-    colors = ("#e08a2e", "#1f2a6b")  # light and dark: different on grey paper, too
+    colors = ("#e08a2e", "#1f2a6b")  # light and dark: different in greyscale, too
     parts = [(group.name, color, group.runs) for group, color in zip(groups, colors, strict=False)]
     if by_run:
         parts = [(run.path.stem, f"C{i}", [run]) for i, run in enumerate(groups[0].runs)]
