@@ -39,7 +39,7 @@ STEP_LINE = (
 )
 FINAL_LINE = (
     r"final_int8_zlib_roundtrip_exact val_loss:(?P<val_loss>\d+\.\d{8}) "
-    r"val_bpb:(?P<val_bpb>\d+\.\d{8})(?P<partial> partial:\S+)?$"
+    r"val_bpb:(?P<val_bpb>\d+\.\d{8})( stride:\d+)?(?P<partial> partial:\S+)?( stride:\d+)?$"
 )
 FACT_LINES = (
     FINAL_LINE,
@@ -51,7 +51,7 @@ FACT_LINES = (
     r"peak memory allocated: (?P<memory_mib>\d+) MiB",
     r"Serialized model int8\+zlib: (?P<artifact_bytes>\d+) bytes",
     r"Total submission size int8\+zlib: (?P<total_bytes>\d+) bytes",
-    r"final_int8_zlib_roundtrip val_loss:.* stride:(?P<stride>\d+)",
+    r"final_int8_zlib_roundtrip\S* val_loss:.* stride:(?P<stride>\d+)",
 )
 # Facts in which all finished runs should agree.
 SHARED_FACTS = "dataset train_shards val_tokens partial stride train_batch_tokens train_seq_len"
@@ -294,7 +294,7 @@ def draw(groups: list[Group], picture: Path, by_run: bool) -> None:
             if not run.unfinished:
                 scores.plot(i, run.figures["val_loss"], color=color, marker="o", alpha=0.7)
     curves.set(title="training (thin) and validation", xlabel="step", ylabel="nats per token")
-    curves.legend()
+    curves.legend(fontsize="small")
     scores.set_xticks(range(len(parts)), [name for name, _, _ in parts], rotation=90 * by_run)
     scores.set(title="score of each finished run", xlim=(-0.6, len(parts) - 0.4))
     scores.ticklabel_format(axis="y", useOffset=False)
