@@ -1,30 +1,31 @@
-"""Check a dataset: its shards, its ids, its manifest, and that the tokenizer is the one it is from.
+"""Check a dataset: its shards, its token ids, its tokenizer and its manifest.
 
     python3 data/check_dataset.py DATASET_DIR --tokenizer MODEL [--manifest FILE]
 
-Reads every shard once, prints what it found and how the first documents begin. Exits with 1 if
-something is off, with a line for each problem on stderr.
+Reads every shard once, then prints counts and the beginnings of the first documents. If something
+is wrong, prints a line for each problem to stderr and exits with 1.
 """
 
 import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from sentencepiece import SentencePieceProcessor
 from shards import HEADER_BYTES, MANIFEST, UNFINISHED_MANIFEST, count_tokens, read_json
 from tokenizer_specs import open_model
 
-CHUNK = 2**20  # tokens in memory at a time
-SAMPLE = 20  # documents of a shard that are decoded and encoded again
-WRONG_TOKENIZER = "name the right --tokenizer, or get the file again"
+CHUNK = 2**20  # tokens read at a time
+SAMPLE = 20  # documents per shard to decode and encode again
+GET_AGAIN = "download or rebuild the dataset again"
+WRONG_TOKENIZER = f"set --tokenizer to the model that made this dataset, or {GET_AGAIN}"
 
 
 def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[np.ndarray, list[list[int]]]:
-    """How often each id occurs, int64 (65536,), and the first whole documents, without BOS. Raises
-    ValueError naming the file if it is damaged or its tokens are not this tokenizer's; OSError."""
-    count_tokens(path)
+    """Count each token id, int64 (65536,), and return the first complete documents, without BOS.
+    Raises ValueError if another tokenizer made the tokens."""
     id_counts = np.zeros(2**16, dtype=np.int64)
     with open(path, "rb") as file:
         file.seek(HEADER_BYTES)
@@ -34,21 +35,24 @@ def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[np.ndarray, list
             chunk = np.fromfile(file, "<u2", CHUNK)
     largest = max(np.flatnonzero(id_counts), default=0)
     if largest >= sp.vocab_size():
-        raise ValueError(f"{path}: id {largest}, but {sp.vocab_size()} pieces: {WRONG_TOKENIZER}")
-    # Before the first BOS and after the last one there may be only a part of a document.
+        raise ValueError(
+            f"{path} has token {largest}, but the tokenizer has {sp.vocab_size()} pieces: "
+            f"{WRONG_TOKENIZER}"
+        )
+    # The tokens before the first BOS and after the last one may be parts of documents.
     documents = np.split(first, np.flatnonzero(first == sp.bos_id()))[1:-1]
     sample = [document[1:].tolist() for document in documents[:SAMPLE]]
     same = sum(sp.encode(sp.decode(document)) == document for document in sample)
     if same < len(sample) / 2:
         raise ValueError(
-            f"{path}: of {len(sample)} documents {same} are the same when they are decoded and "
-            f"encoded again: {WRONG_TOKENIZER}"
+            f"{path}: only {same} of {len(sample)} documents stay the same when they are decoded "
+            f"and encoded again: {WRONG_TOKENIZER}"
         )
     return id_counts, sample
 
 
 def count_bytes(id_counts: np.ndarray, sp: SentencePieceProcessor) -> int:
-    """The bytes of text that the tokens stand for."""
+    """Return the number of bytes of text in these tokens."""
     total = 0
     for id in range(sp.vocab_size()):
         if sp.is_byte(id):
@@ -62,23 +66,28 @@ def count_bytes(id_counts: np.ndarray, sp: SentencePieceProcessor) -> int:
 def check_split(
     folder: Path, split: str, sp: SentencePieceProcessor, problems: list[str]
 ) -> dict[str, int]:
-    """Read the shards of a split and print what they hold. Returns the numbers of files, tokens and
-    documents under their names in the manifest; a line for each problem goes to `problems`."""
+    """Read the shards of a split and print their counts. Returns the numbers of files, tokens and
+    documents, with the manifest's keys. Adds missing and damaged shards to `problems`; raises
+    ValueError if another tokenizer made the tokens."""
     paths = sorted(folder.glob(f"fineweb_{split}_*.bin"))
     expected = {folder / f"fineweb_{split}_{index:06d}.bin" for index in range(len(paths))}
-    problems += [f"{path} is missing: get it again" for path in sorted(expected - {*paths})]
+    problems += [f"{path} is missing: {GET_AGAIN}" for path in sorted(expected - {*paths})]
     total = np.zeros(2**16, dtype=np.int64)
     beginnings: list[str] = []
     for path in paths:
         try:
-            id_counts, documents = read_shard(path, sp)
-            total += id_counts
-            beginnings += [sp.decode(document[:100]) for document in documents[:3]]
+            count_tokens(path)
         except (OSError, ValueError) as error:
-            problems.append(str(error))
+            problems.append(f"{error}: {GET_AGAIN}")
+            continue
+        id_counts, documents = read_shard(path, sp)
+        total += id_counts
+        beginnings += [sp.decode(document[:100]) for document in documents[:3]]
     tokens, docs = int(total.sum()), int(total[sp.bos_id()])
     if tokens and not docs:
-        problems.append(f"{folder}: no {split} token is BOS (id {sp.bos_id()}): no document begins")
+        raise ValueError(
+            f"{folder}: no {split} token is the tokenizer's BOS ({sp.bos_id()}): {WRONG_TOKENIZER}"
+        )
     per_token = count_bytes(total, sp) / max(tokens, 1)
     counts = f"shards:{len(paths)} tokens:{tokens} documents:{docs}"
     print(f"{split}: {counts} bytes_per_token:{per_token:.4f}")
@@ -87,47 +96,51 @@ def check_split(
     return {f"files_{split}": len(paths), f"tokens_{split}": tokens, f"docs_{split}": docs}
 
 
-def compare_with_manifest(path: Path, name: str, found: dict[str, int]) -> list[str]:
-    """A line for each number of the manifest that differs from what was found. Of the train shards
-    the first ones may be there alone."""
+def read_manifest_entry(path: Path, name: str) -> dict[str, Any]:
+    """Return the manifest's facts about a dataset, its statistics among them, {} if it has none."""
     datasets = {entry["name"]: entry for entry in read_json(path).get("datasets", [])}
     if name not in datasets:
-        print(f"{path} says nothing about {name}: nothing to compare with")
-        return []
-    promised = {**datasets[name], **datasets[name]["stats"]}
-    if found["files_train"] < promised.get("files_train", 0):
-        print(f"train: {found['files_train']} of {promised['files_train']} shards are here")
-        found = {key: value for key, value in found.items() if not key.endswith("_train")}
-    return [
-        f"{path} says {key}:{promised[key]}, but here it is {value}: get the files again"
-        for key, value in found.items()
-        if promised.get(key, value) != value
-    ]
+        print(f"{path} does not list {name}: there is nothing to compare with")
+        return {}
+    return {**datasets[name], **datasets[name]["stats"]}
 
 
 def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
-    """Print what was found. Returns a line for each problem. Raises ValueError or OSError for what
-    is not a dataset, a tokenizer or a manifest."""
+    """Print the counts of a dataset and return a line for each problem. Raises ValueError or
+    OSError if the tokenizer is the wrong one, or a file cannot be read."""
     if not any(folder.glob("fineweb_*.bin")):
-        raise ValueError(f"{folder} has no fineweb_*.bin: name the folder of the shards")
-    sp = open_model(tokenizer.read_bytes(), str(tokenizer))
-    found = {"vocab_size": sp.vocab_size()}
-    problems: list[str] = []
-    for split in ("val", "train"):
-        found |= check_split(folder, split, sp, problems)
+        raise ValueError(f"{folder} has no fineweb_*.bin: give the folder that has the shards")
     place = manifest or folder.parent.parent / MANIFEST
     unfinished = place.with_name(UNFINISHED_MANIFEST)
+    if unfinished.exists() and not place.exists():
+        raise ValueError(f"{unfinished} exists: the rebuild did not finish: run it again")
+    expected = {}
     if manifest or place.exists():
-        problems += compare_with_manifest(place, folder.name, found)
-    elif unfinished.exists():
-        problems.append(f"{unfinished} is there: the rebuild has not come to its end: run it again")
+        expected = read_manifest_entry(place, folder.name)
     else:
-        print(f"{place} is missing: nothing to compare with")
-    return problems
+        print(f"{place} is missing: there is nothing to compare with")
+    sp = open_model(tokenizer.read_bytes(), str(tokenizer))
+    if expected.get("vocab_size", sp.vocab_size()) != sp.vocab_size():
+        raise ValueError(
+            f"{place} says vocab_size:{expected['vocab_size']}, but {tokenizer} has "
+            f"{sp.vocab_size()} pieces: {WRONG_TOKENIZER}"
+        )
+    problems: list[str] = []
+    found = check_split(folder, "val", sp, problems) | check_split(folder, "train", sp, problems)
+    if found["files_train"] < expected.get("files_train", 0):
+        print(f"train: {found['files_train']} of {expected['files_train']} shards are here")
+        found = {key: value for key, value in found.items() if not key.endswith("_train")}
+    if problems:  # they change the counts, too
+        return problems
+    return [
+        f"{place} says {key}:{expected[key]}, but {value} was found: {GET_AGAIN}"
+        for key, value in found.items()
+        if expected.get(key, value) != value
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Check the dataset that the arguments name. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dataset", help="folder of fineweb_{train,val}_*.bin")
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece .model file")

@@ -1,7 +1,8 @@
-"""What this folder's tools share: where files are, the shard format, reading and writing files.
+"""File names, the shard format, and helpers to read and write files, for all tools in this folder.
 
-A shard is 256 little-endian int32 header words (magic, version, token count, zeros), then as many
-little-endian uint16 tokens, and nothing else. The download uses this file without numpy.
+A shard is 256 little-endian int32 header words (magic, version, token count, zeros), followed by
+the tokens as little-endian uint16. The download tool imports this module, so it must not need
+numpy.
 """
 
 import json
@@ -14,18 +15,18 @@ MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 4 * 256
 
-# The challenge's repository on the hub, and the folder in it that is laid out as this one here.
+# The challenge's repository on the hub. Its folder REMOTE_ROOT has the same layout as data/.
 REPO_ID = os.environ.get("MATCHED_FINEWEB_REPO_ID", "willdepueoai/parameter-golf")
 REMOTE_ROOT = os.environ.get("MATCHED_FINEWEB_REMOTE_ROOT_PREFIX", "datasets")
 DOCS = "docs_selected.jsonl"
-SIDECAR = "docs_selected.source_manifest.json"  # beside the documents; may be absent
+SIDECAR = "docs_selected.source_manifest.json"  # next to the documents; optional
 DATASET_PREFIX = "fineweb10B_"
 MANIFEST = "manifest.json"
-UNFINISHED_MANIFEST = "manifest.part"  # lies in its place while a rebuild is under way
+UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
 
 
 def count_tokens(path: Path) -> int:
-    """The number of tokens in a shard. Raises ValueError if its header or its size is wrong."""
+    """Return the number of tokens in a shard. Raises ValueError if header or size is wrong."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(HEADER_BYTES)
@@ -35,27 +36,27 @@ def count_tokens(path: Path) -> int:
     if (magic, version) != (MAGIC, VERSION):
         raise ValueError(f"{path} is not a shard: magic {magic}, version {version}")
     if size != HEADER_BYTES + 2 * num_tokens:
-        raise ValueError(f"{path}: {size} bytes, but the header promises {num_tokens} tokens")
+        raise ValueError(f"{path}: {size} bytes, but its header says {num_tokens} tokens")
     return num_tokens
 
 
 def write_shard(path: Path, tokens: Any) -> None:
-    """tokens: little-endian uint16 (n,)."""
+    """Write the header and the tokens, little-endian uint16 (n,)."""
     header = struct.pack("<3i", MAGIC, VERSION, tokens.size).ljust(HEADER_BYTES, b"\0")
     write_file(path, header, tokens)
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises ValueError naming the file if it is not JSON."""
+    """Read a JSON file. Raises ValueError with the file's name if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error})") from None
+        raise ValueError(f"{path} is not JSON ({error}): correct it") from None
 
 
 def write_file(path: Path, *parts: Any) -> None:
-    """Write the parts (bytes or arrays) to a temporary file, then rename it: path is never half a
-    file, also if several processes write it at once."""
+    """Write the parts (bytes or arrays) to a temporary file and rename it, so that `path` is always
+    a complete file, even if several processes write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

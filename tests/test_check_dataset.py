@@ -1,4 +1,4 @@
-"""data/check_dataset.py: what it finds in a good dataset, and that it finds each kind of damage."""
+"""data/check_dataset.py: the counts of a good dataset, and an error for each kind of damage."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000000.bin"
 
 
 def problems_of(capsys, folder, tokenizer) -> list[str]:
-    """The lines on stderr; the status is 1 if there are any."""
+    """Return the lines on stderr; the exit status must be 1 if there are any."""
     status = check_dataset.main([str(folder), "--tokenizer", str(tokenizer)])
     lines = capsys.readouterr().err.splitlines()
     assert status == int(bool(lines))
@@ -29,7 +29,7 @@ def read(path) -> np.ndarray:
 
 @pytest.fixture
 def folder(dataset, tmp_path):
-    """A copy of the dataset to be damaged, deep enough for a manifest two levels above."""
+    """A copy of the dataset for a test to damage, with room for a manifest two levels up."""
     return shutil.copytree(dataset, tmp_path / "datasets" / "small")
 
 
@@ -38,7 +38,7 @@ def write_manifest(folder, **facts):
     path.write_text(json.dumps({"datasets": [{"name": "other"}, {"name": "small", **facts}]}))
 
 
-def test_every_figure_of_a_good_dataset(capsys, monkeypatch, folder, tokenizer):
+def test_a_good_dataset_gives_its_counts(capsys, monkeypatch, folder, tokenizer):
     monkeypatch.setattr(check_dataset, "CHUNK", 40_000)
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     documents = [[1, *sp.encode(text)] for text in TEXTS]
@@ -53,7 +53,7 @@ def test_every_figure_of_a_good_dataset(capsys, monkeypatch, folder, tokenizer):
         assert f"{split}: {figures} bytes_per_token:{num_bytes / tokens:.4f}\n" in output
 
 
-def test_damaged_and_missing_shards(capsys, folder, tokenizer):
+def test_damaged_and_missing_shards_are_named(capsys, folder, tokenizer):
     last = folder / "fineweb_train_000001.bin"
     write_shard(folder / VAL, read(folder / VAL), magic=7)
     write_shard(last, read(last), count=100)
@@ -61,24 +61,29 @@ def test_damaged_and_missing_shards(capsys, folder, tokenizer):
     val, missing, train = problems_of(capsys, folder, tokenizer)
     assert str(folder / VAL) in val and "magic 7" in val
     assert f"{folder / TRAIN} is missing" in missing
-    assert str(last) in train and "promises 100 tokens" in train
+    assert str(last) in train and "header says 100 tokens" in train
 
 
-def test_another_tokenizer(capsys, folder, tokenizer, tmp_path):
-    """Ids outside its vocabulary are found anywhere, others in documents that read as noise."""
-    ids = read(folder / TRAIN)
-    ids[-7] = VOCAB_SIZE
-    write_shard(folder / TRAIN, ids)
-    (line,) = problems_of(capsys, folder, tokenizer)
-    assert str(folder / TRAIN) in line and "id 384, but 384 pieces" in line
+def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
+    """Wrong vocab_size, text that is noise, a token it does not have, no BOS."""
     other = tmp_path / "other.model"
     other.write_bytes(train_tokenizer(sentence_iterator=iter(TEXTS[20:]), vocab_size=385))
-    lines = problems_of(capsys, folder, other)
-    assert len(lines) == 3 and all("0 are the same" in line for line in lines)
+    (line,) = problems_of(capsys, folder, other)
+    assert "only 0 of " in line and "set --tokenizer" in line
+    write_manifest(folder, vocab_size=VOCAB_SIZE, stats={"docs_val": 5, "docs_train": 35})
+    (line,) = problems_of(capsys, folder, other)
+    assert "vocab_size:384" in line and "385 pieces: set --tokenizer" in line
+    ids = read(folder / TRAIN)
+    write_shard(folder / TRAIN, [*ids[:-7], VOCAB_SIZE, *ids[-6:]])
+    (line,) = problems_of(capsys, folder, tokenizer)
+    assert str(folder / TRAIN) in line and "384, but the tokenizer has 384 pieces: set" in line
+    write_shard(folder / VAL, read(folder / VAL).clip(2))
+    (line,) = problems_of(capsys, folder, tokenizer)
+    assert "no val token is the tokenizer's BOS (1): set --tokenizer" in line
 
 
-def test_the_manifest(capsys, folder, tokenizer):
-    """Each of its numbers is compared; of the train shards the first few may be there alone."""
+def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer):
+    """The tool compares each number. Having only the first train shards is fine."""
     write_manifest(folder, stats={"files_train": 80, "tokens_train": 10**9, "tokens_val": 1500})
     assert problems_of(capsys, folder, tokenizer) == []
     for key in ("tokens_val", "docs_val", "tokens_train", "files_train", "vocab_size"):

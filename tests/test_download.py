@@ -156,7 +156,7 @@ def test_a_tokenizer_that_is_there_is_kept(hub, root, capsys):
 
 def test_what_the_hub_has_damaged_or_lacks(hub, root):
     os.truncate(hub.folder / TRAIN[0], 1900)
-    with pytest.raises(RuntimeError, match=f"{TRAIN[0]}.*promises 1000 tokens"):
+    with pytest.raises(RuntimeError, match=f"{TRAIN[0]}.*header says 1000 tokens"):
         download(root, train_shards=1)
     assert not (root / TRAIN[0]).exists()
     with pytest.raises(ValueError, match="--variant sp999.*sp1024, .*byte260"):
