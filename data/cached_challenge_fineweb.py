@@ -2,9 +2,9 @@
 
     python3 data/cached_challenge_fineweb.py --variant sp1024 [--train-shards N]
 
-Brings all validation shards and the first N train shards (100,000,000 tokens, 200 MB each). The
-hub's own client downloads into its cache, and each file is linked from there to its place. What is
-in its place already stays: the same command after an interruption brings what is missing.
+Downloads all validation shards and the first N train shards (100,000,000 tokens, 200 MB each) into
+the hub client's cache and links them into data/. Files that are there already stay, so after an
+interruption the same command downloads only what is missing.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FILES_AT_ONCE = 8
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a file is there; a shard must be as long as its header says, too."""
+    """Return whether a file exists, and is as long as its header says if it is a shard."""
     try:
         if file.suffix == ".bin":
             shards.count_tokens(file)
@@ -42,17 +42,17 @@ def is_whole(file: Path) -> bool:
 
 
 def fetch(path: str, repo_id: str, remote_root: str, **options: Any) -> Path:
-    """A file of a dataset repository in the cache of the hub's client, which raises its errors."""
+    """Download a file of a dataset repository into the client's cache. Raises what that raises."""
     name = f"{remote_root.strip('/')}/{path}".lstrip("/")
     return Path(hf_hub_download(repo_id, name, repo_type="dataset", **options))
 
 
 def link_or_copy(source: Path, place: Path) -> None:
-    """Put a file of the cache into its place: as a hard link, or a copy if that is another disk."""
+    """Make `place` a hard link to a file in the cache, or a copy if that is on another disk."""
     place.parent.mkdir(parents=True, exist_ok=True)
     place.unlink(missing_ok=True)
     try:
-        os.link(source.resolve(), place)  # in the cache it is a symbolic link
+        os.link(source.resolve(), place)  # the cache has symbolic links
     except OSError:
         temporary = place.with_name(f"{place.name}.part")
         shutil.copyfile(source, temporary)
@@ -62,30 +62,28 @@ def link_or_copy(source: Path, place: Path) -> None:
 def download_file(
     path: str, root: Path, repo_id: str = shards.REPO_ID, remote_root: str = shards.REMOTE_ROOT
 ) -> None:
-    """Bring remote_root/path of a dataset repository to root/path. Raises RuntimeError."""
+    """Download remote_root/path of a dataset repository to root/path. Raises RuntimeError."""
     try:
         cached = fetch(path, repo_id, remote_root)
-        if not is_whole(cached):  # damaged after it came into the cache, or on the hub
+        if not is_whole(cached):  # damaged in the cache or on the hub
             cached = fetch(path, repo_id, remote_root, force_download=True)
         if path.endswith(".bin"):
             shards.count_tokens(cached)
         link_or_copy(cached, root / path)
-    except Exception as error:  # each version of the client raises other classes
+    except Exception as error:  # the classes depend on the client's version
         not_on_hub = isinstance(error, EntryNotFoundError)
         no_network = isinstance(error, LocalEntryNotFoundError)
         if path == shards.SIDECAR and not_on_hub and not no_network:
             return
         reason = " ".join(str(error).split())
         raise RuntimeError(
-            f"cannot download {path} of {repo_id} from {constants.ENDPOINT}: {reason} (If the "
-            "network or the disk failed, run the same command again. If the repository is wrong, "
-            "set MATCHED_FINEWEB_REPO_ID and MATCHED_FINEWEB_REMOTE_ROOT_PREFIX.)"
+            f"cannot download {path} of {repo_id} from {constants.ENDPOINT}: {reason} (Try again, "
+            "or set MATCHED_FINEWEB_REPO_ID and MATCHED_FINEWEB_REMOTE_ROOT_PREFIX.)"
         ) from error
 
 
 def download_files(paths: list[str], root: Path) -> None:
-    """Bring several files at a time to root. Raises RuntimeError for the first that fails; threads
-    that are still at work then end with the process."""
+    """Download several files at a time. Raises RuntimeError at the first failure."""
     disable_progress_bars()  # one line for all files
     pool = ThreadPoolExecutor(FILES_AT_ONCE)
     jobs = [pool.submit(download_file, path, root) for path in paths]
@@ -93,12 +91,12 @@ def download_files(paths: list[str], root: Path) -> None:
         for job in tqdm(as_completed(jobs), total=len(jobs), unit="file"):
             job.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # main ends what is still running
 
 
 def list_files(path: Path, variant: str, train_shards: int | None) -> tuple[list[str], list[str]]:
-    """From the manifest at `path`: the tokenizer's files, and all validation shards with the first
-    train_shards (None: the default). Raises ValueError for what it does not have."""
+    """Return the tokenizer's files and the shards to download, according to the manifest. Raises
+    ValueError if it does not list them."""
     manifest = shards.read_json(path)
     datasets = {entry["name"]: entry for entry in manifest["datasets"]}
     tokenizers = {entry["name"]: entry for entry in manifest["tokenizers"]}
@@ -112,25 +110,24 @@ def list_files(path: Path, variant: str, train_shards: int | None) -> tuple[list
     if not 0 <= train_shards <= num_train:
         raise ValueError(f"--train-shards {train_shards}: {path} has only {num_train}")
     tokenizer = tokenizers[datasets[name]["tokenizer_name"]]
-    keys = ("model_path", "vocab_path", "path")
-    tokenizer_files = [tokenizer[key] for key in keys if tokenizer.get(key)]
+    tokenizer_files = [tokenizer.get(key) for key in ("model_path", "vocab_path", "path")]
     val = [f"datasets/{name}/fineweb_val_{index:06d}.bin" for index in range(num_val)]
     train = [f"datasets/{name}/fineweb_train_{index:06d}.bin" for index in range(train_shards)]
-    return tokenizer_files, val + train
+    return [file for file in tokenizer_files if file], val + train
 
 
 def report_own_tokenizer(path: str, place: Path, offline: bool) -> None:
-    """Say that a tokenizer that was there is kept, if it differs from the hub's."""
+    """Warn that an existing tokenizer is kept if it differs from the hub's."""
     try:
         cached = fetch(path, shards.REPO_ID, shards.REMOTE_ROOT, local_files_only=offline)
-    except Exception:  # then there is nothing to compare with
+    except Exception:  # there is nothing to compare with
         return
     if not filecmp.cmp(cached, place, shallow=False):
-        print(f"{place} is kept, but is not the hub's: delete it to get that", file=sys.stderr)
+        print(f"{place} is kept, but is not the hub's: delete it to get that one", file=sys.stderr)
 
 
 def download(args: argparse.Namespace) -> str:
-    """Bring what the arguments ask for; return what was done. Raises ValueError, RuntimeError."""
+    """Download what is missing; return a summary. Raises OSError, ValueError or RuntimeError."""
     manifest = args.root / shards.MANIFEST
     if not manifest.exists():
         if args.skip_manifest:
@@ -145,7 +142,7 @@ def download(args: argparse.Namespace) -> str:
             report_own_tokenizer(path, args.root / path, offline=not missing)
     if missing:
         download_files(missing, args.root)
-    return f"{args.root}: {len(paths) - len(missing)} files were there, {len(missing)} came"
+    return f"{args.root}: {len(missing)} files downloaded, {len(paths) - len(missing)} were there"
 
 
 def main() -> None:
@@ -156,7 +153,7 @@ def main() -> None:
     number.add_argument("--train-shards", type=int, metavar="N", help=first)
     number.add_argument("bare", nargs="?", type=int, metavar="N", help="the same")
     parser.add_argument("--skip-manifest", action="store_true", help="never download the manifest")
-    parser.add_argument("--with-docs", action="store_true", help="the documents, too")
+    parser.add_argument("--with-docs", action="store_true", help="download the documents, too")
     parser.add_argument("--root", type=Path, default=HERE, help="the folder to fill")
     args = parser.parse_args()
     if args.train_shards is None:
@@ -166,12 +163,12 @@ def main() -> None:
         print(download(args), flush=True)
         return
     except KeyboardInterrupt:
-        message = "interrupted: the same command goes on from what is there"
+        message = "interrupted: run the same command again to continue"
         code = 130
     except (OSError, ValueError, RuntimeError) as error:
         message = str(error)
     print(f"cached_challenge_fineweb.py: {message}", file=sys.stderr, flush=True)
-    os._exit(code)  # at once: threads that are still downloading are not waited for
+    os._exit(code)  # at once, without waiting for threads that still download
 
 
 if __name__ == "__main__":

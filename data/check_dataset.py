@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from sentencepiece import SentencePieceProcessor
@@ -20,7 +19,7 @@ from tokenizer_specs import open_model
 CHUNK = 2**20  # tokens read at a time
 SAMPLE = 20  # documents per shard to decode and encode again
 GET_AGAIN = "download or rebuild the dataset again"
-WRONG_TOKENIZER = f"set --tokenizer to the model that made this dataset, or {GET_AGAIN}"
+WRONG_TOKENIZER = f"set --tokenizer to the model that made it, or {GET_AGAIN}"
 
 
 def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[np.ndarray, list[list[int]]]:
@@ -35,19 +34,14 @@ def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[np.ndarray, list
             chunk = np.fromfile(file, "<u2", CHUNK)
     largest = max(np.flatnonzero(id_counts), default=0)
     if largest >= sp.vocab_size():
-        raise ValueError(
-            f"{path} has token {largest}, but the tokenizer has {sp.vocab_size()} pieces: "
-            f"{WRONG_TOKENIZER}"
-        )
+        raise ValueError(f"{path}: token {largest} of {sp.vocab_size()} pieces: {WRONG_TOKENIZER}")
     # The tokens before the first BOS and after the last one may be parts of documents.
     documents = np.split(first, np.flatnonzero(first == sp.bos_id()))[1:-1]
     sample = [document[1:].tolist() for document in documents[:SAMPLE]]
     same = sum(sp.encode(sp.decode(document)) == document for document in sample)
     if same < len(sample) / 2:
-        raise ValueError(
-            f"{path}: only {same} of {len(sample)} documents stay the same when they are decoded "
-            f"and encoded again: {WRONG_TOKENIZER}"
-        )
+        counts = f"{same} of {len(sample)} documents"
+        raise ValueError(f"{path}: only {counts} re-encode to the same tokens: {WRONG_TOKENIZER}")
     return id_counts, sample
 
 
@@ -85,9 +79,7 @@ def check_split(
         beginnings += [sp.decode(document[:100]) for document in documents[:3]]
     tokens, docs = int(total.sum()), int(total[sp.bos_id()])
     if tokens and not docs:
-        raise ValueError(
-            f"{folder}: no {split} token is the tokenizer's BOS ({sp.bos_id()}): {WRONG_TOKENIZER}"
-        )
+        raise ValueError(f"{folder}: no {split} token is BOS ({sp.bos_id()}): {WRONG_TOKENIZER}")
     per_token = count_bytes(total, sp) / max(tokens, 1)
     counts = f"shards:{len(paths)} tokens:{tokens} documents:{docs}"
     print(f"{split}: {counts} bytes_per_token:{per_token:.4f}")
@@ -96,47 +88,40 @@ def check_split(
     return {f"files_{split}": len(paths), f"tokens_{split}": tokens, f"docs_{split}": docs}
 
 
-def read_manifest_entry(path: Path, name: str) -> dict[str, Any]:
-    """Return the manifest's facts about a dataset, its statistics among them, {} if it has none."""
+def compare_with_manifest(path: Path, name: str, found: dict[str, int]) -> list[str]:
+    """Return a line for each number that differs; the last train shards may be missing."""
     datasets = {entry["name"]: entry for entry in read_json(path).get("datasets", [])}
     if name not in datasets:
         print(f"{path} does not list {name}: there is nothing to compare with")
-        return {}
-    return {**datasets[name], **datasets[name]["stats"]}
+        return []
+    expected = {**datasets[name], **datasets[name]["stats"]}
+    if found["files_train"] < expected.get("files_train", 0):
+        print(f"train: {found['files_train']} of {expected['files_train']} shards are here")
+        found = {key: value for key, value in found.items() if not key.endswith("_train")}
+    return [
+        f"{path} says {key}:{expected[key]}, but {value} was found: {GET_AGAIN}"
+        for key, value in found.items()
+        if expected.get(key, value) != value
+    ]
 
 
 def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
-    """Print the counts of a dataset and return a line for each problem. Raises ValueError or
-    OSError if the tokenizer is the wrong one, or a file cannot be read."""
+    """Print counts and return a line for each problem. Raises ValueError or OSError for others."""
     if not any(folder.glob("fineweb_*.bin")):
         raise ValueError(f"{folder} has no fineweb_*.bin: give the folder that has the shards")
     place = manifest or folder.parent.parent / MANIFEST
     unfinished = place.with_name(UNFINISHED_MANIFEST)
     if unfinished.exists() and not place.exists():
         raise ValueError(f"{unfinished} exists: the rebuild did not finish: run it again")
-    expected = {}
-    if manifest or place.exists():
-        expected = read_manifest_entry(place, folder.name)
-    else:
-        print(f"{place} is missing: there is nothing to compare with")
     sp = open_model(tokenizer.read_bytes(), str(tokenizer))
-    if expected.get("vocab_size", sp.vocab_size()) != sp.vocab_size():
-        raise ValueError(
-            f"{place} says vocab_size:{expected['vocab_size']}, but {tokenizer} has "
-            f"{sp.vocab_size()} pieces: {WRONG_TOKENIZER}"
-        )
     problems: list[str] = []
-    found = check_split(folder, "val", sp, problems) | check_split(folder, "train", sp, problems)
-    if found["files_train"] < expected.get("files_train", 0):
-        print(f"train: {found['files_train']} of {expected['files_train']} shards are here")
-        found = {key: value for key, value in found.items() if not key.endswith("_train")}
-    if problems:  # they change the counts, too
+    found = {"vocab_size": sp.vocab_size()}
+    for split in ("val", "train"):
+        found |= check_split(folder, split, sp, problems)
+    if not (manifest or place.exists()):
+        print(f"{place} is missing: there is nothing to compare with")
         return problems
-    return [
-        f"{place} says {key}:{expected[key]}, but {value} was found: {GET_AGAIN}"
-        for key, value in found.items()
-        if expected.get(key, value) != value
-    ]
+    return problems or compare_with_manifest(place, folder.name, found)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,11 +1,11 @@
-"""Build the demo's tokenizer and shards out of the Python documentation that every Python carries.
+"""Build the demo's tokenizer and shards from the documentation that comes with Python.
 
     python data/demo_corpus.py [--dataset FOLDER] [--tokenizer FILE]
 
 About 2 MB of English: the help topics (pydoc_data.topics) and the docstrings of the standard
-library. The same Python version always gives the same bytes. What is there and whole is kept.
+library. The same Python version always gives the same bytes. Complete files are kept.
 
-Prints what was built, its sha256 sums and, for scale, how small lzma makes the validation text.
+Prints counts, SHA-256 sums and, as a yardstick, the size of the validation text under lzma.
 """
 
 import argparse
@@ -27,7 +27,7 @@ VOCAB_SIZE = 1024
 NUM_VAL_DOCS = 40
 TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
 MANIFEST = "demo_corpus.json"  # written last
-# Not in every installation, or not library text.
+# Not in every installation, or not text of the library.
 SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter",
     "turtledemo", "ensurepip", "pydoc_data", "__phello__",
@@ -35,20 +35,20 @@ SKIPPED_FOLDERS = {
 
 
 def module_docstrings(path: Path) -> list[str]:
-    """The docstrings in a source file, in the order of ast.walk."""
+    """Return the docstrings in a source file, in the order of ast.walk."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of code that is not ours
+            warnings.simplefilter("ignore")  # about code that is not ours
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return []  # a template, or a file for another Python
+        return []  # a template, or code for another Python version
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
     return [text for text in texts if text]
 
 
 def collect_documents() -> list[str]:
-    """All documents in a fixed, well mixed order; a text that stands twice is taken once."""
+    """Return all documents in a fixed, well-mixed order, without duplicate texts."""
     sources = [(f"topic {name}", [text]) for name, text in sorted(topics.items())]
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")):
@@ -66,24 +66,21 @@ def collect_documents() -> list[str]:
 
 
 def strongest_lzma(data: bytes) -> int:
-    """The size in bytes that the best of lzma's settings for text reaches, without a container."""
+    """Return the smallest size in bytes under lzma's settings for text, without a container."""
     preset = 9 | lzma.PRESET_EXTREME
-    filters = (
-        {"id": lzma.FILTER_LZMA2, "preset": preset, "lc": lc, "lp": 0, "pb": pb}
-        for lc in range(5)
-        for pb in range(3)
-    )
+    best = {"id": lzma.FILTER_LZMA2, "preset": preset, "lp": 0}
+    filters = [{**best, "lc": lc, "pb": pb} for lc in range(5) for pb in range(3)]
     return min(len(lzma.compress(data, lzma.FORMAT_RAW, filters=[f])) for f in filters)
 
 
 def sha256_sums(dataset: Path, tokenizer: Path) -> dict[str, str]:
-    """Of the demo's three files. Raises OSError if one is missing."""
+    """Hash the demo's three files. Raises OSError if one is missing."""
     paths = {"tokenizer": tokenizer, "train": dataset / TRAIN, "val": dataset / VAL}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
 
 
 def is_whole(dataset: Path, tokenizer: Path) -> bool:
-    """Whether all files are there and as the manifest says."""
+    """Return whether all files are there and match the manifest."""
     try:
         return read_json(dataset / MANIFEST)["sha256"] == sha256_sums(dataset, tokenizer)
     except (OSError, ValueError):
@@ -91,10 +88,10 @@ def is_whole(dataset: Path, tokenizer: Path) -> bool:
 
 
 def build(documents: list[str], dataset: Path, tokenizer: Path) -> None:
-    """Write the tokenizer, both shards and, last, the manifest that says they are whole. Several
-    processes may do so at once: each renames the same bytes into place."""
+    """Write the tokenizer, both shards and, last, the manifest. Several processes may do this at
+    once: each renames the same bytes into place."""
     val, train = documents[:NUM_VAL_DOCS], documents[NUM_VAL_DOCS:]
-    # Many documents are longer than a sentence of SentencePiece's may be, so it gets their lines.
+    # SentencePiece skips long sentences, so it gets the lines of the documents.
     lines = (line for text in train for line in text.splitlines() if line)
     model = train_sentencepiece(lines, vocab_size=VOCAB_SIZE)
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -126,10 +123,7 @@ def main() -> None:
     counts = f"documents:{facts['documents']} bytes:{facts['text_bytes']}"
     print(f"demo_corpus:{counts} python:{facts['python']}")
     print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))
-    print(
-        f"demo_corpus:lzma_bpb:{bits:.4f} (lzma at its strongest on the same validation text, "
-        f"{facts['validation_bytes']} bytes)"
-    )
+    print(f"demo_corpus:lzma_bpb:{bits:.4f} (lzma on {facts['validation_bytes']} validation bytes)")
 
 
 if __name__ == "__main__":

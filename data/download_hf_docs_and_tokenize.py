@@ -1,11 +1,11 @@
-"""Make tokenizers and shards from documents, as the challenge's own were made.
+"""Train tokenizers and write shards from documents, as the challenge did.
 
     python3 data/download_hf_docs_and_tokenize.py --output-root DIR                 the hub's
-    python3 data/download_hf_docs_and_tokenize.py --output-root DIR --docs FILE     yours, or -
+    python3 data/download_hf_docs_and_tokenize.py --output-root DIR --docs FILE     your own, or -
 
-Documents are lines of JSON, {"text": ...}. Each tokenizer of --tokenizer-config gets a folder
-DIR/datasets/fineweb10B_SUFFIX with the first --num-val-docs documents as the validation split and
-the rest as train shards. DIR/manifest.json, written last, lists it all.
+FILE is plain text or JSON lines, {"text": ...}. Each tokenizer gets a dataset, a folder of shards
+DIR/datasets/fineweb10B_SUFFIX: the first --num-val-docs documents are its validation split, the
+rest its training split. DIR/manifest.json, written last, lists everything.
 """
 
 import argparse
@@ -13,10 +13,13 @@ import functools
 import hashlib
 import itertools
 import json
+import mmap
 import os
+import re
+import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,12 @@ from tokenizer_specs import Spec
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
-PIPED_DOCS = "docs_piped.jsonl"  # what came through a pipe
+PIPED_DOCS = "docs_piped"  # a copy of documents from a pipe
 DEFAULT_NUM_VAL_DOCS = 50_000
+# A document of plain text ends at the first blank line after 2,000 bytes.
+TEXT_DOCUMENT = re.compile(rb"(?s)\S.{1999,}?(?=\n\s*\n|\Z)|\S.*")
+COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd", b"BZh": "bzip2"}
+COMPRESSED |= {b"PK\3\4": "zip"}
 BATCH_SIZE = int(os.environ.get("MATCHED_FINEWEB_SP_BATCH_SIZE", 512))  # documents
 NUM_THREADS = int(os.environ.get("MATCHED_FINEWEB_TOKENIZER_THREADS", os.cpu_count() or 1))
 
@@ -37,7 +44,7 @@ Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 
 
 def find_documents(args: argparse.Namespace) -> Path:
-    """The file of --docs, or the hub's. What comes through a pipe is kept, to be read again."""
+    """Return the file of --docs or the hub's. A pipe is copied to a file, to be read again."""
     if args.docs is None:
         for name in (shards.DOCS, shards.SIDECAR):
             if not (args.output_root / name).exists():
@@ -51,51 +58,89 @@ def find_documents(args: argparse.Namespace) -> Path:
     return docs
 
 
-def read_documents(path: Path, digest: Any = None) -> Iterator[str]:
-    """The texts of a file of JSON lines; `digest` is updated with each line. Raises ValueError
-    naming the file and the line that is not {"text": string}."""
+def read_documents(path: Path) -> Iterator[str]:
+    """Yield the texts of JSON lines or the documents of plain text. Raises ValueError."""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        start = file.read(1000)
+        file.seek(0)
+        for magic, program in COMPRESSED.items():
+            if start.startswith(magic):
+                raise ValueError(f"{path} is compressed with {program}: decompress it first")
+        is_json = path.suffix in (".jsonl", ".json") or re.match(rb'(\xef\xbb\xbf)?\s*{\s*"', start)
+        unit, documents = "line", file
+        if start and not is_json:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            unit, documents = "document", (match[0] for match in TEXT_DOCUMENT.finditer(content))
+        for number, document in enumerate(documents, start=1):
             try:
-                text = json.loads(line)["text"]
-                # Half a surrogate pair has no UTF-8: it becomes a question mark.
-                text = text.encode("utf-8", "replace").decode("utf-8")
+                if not is_json:
+                    yield document.decode("utf-8-sig").replace("\r\n", "\n").strip()
+                elif document.strip():
+                    # Half a surrogate pair has no UTF-8: it becomes a question mark.
+                    yield json.loads(document)["text"].encode("utf-8", "replace").decode("utf-8")
             except (ValueError, LookupError, TypeError, AttributeError):
-                raise ValueError(f'{path}: line {number} must be {{"text": "..."}}') from None
-            if digest is not None:
-                digest.update(line)
-            yield text
+                wanted = '{"text": "..."}' if is_json else "UTF-8: convert the file with iconv"
+                raise ValueError(f"{path}: {unit} {number} must be {wanted}") from None
 
 
-def count_documents(docs: Path, num_val_docs: int) -> tuple[dict[str, int], str]:
-    """The number of documents in each split, and the SHA-256 of the file. Raises ValueError."""
+def read_sidecar(args: argparse.Namespace, docs: Path) -> dict | None:
+    """Return the facts about the hub's documents; None for your own. Raises ValueError."""
+    path = docs.with_name(shards.SIDECAR)
+    if docs.name != shards.DOCS or not path.exists():
+        return {} if args.docs is None else None
+    sidecar = shards.read_json(path)
+    if not isinstance(sidecar, dict):
+        raise ValueError(f"{path} must be a JSON object: correct it or delete it")
+    return sidecar
+
+
+def count_splits(args: argparse.Namespace, docs: Path, sidecar: dict | None) -> dict[str, int]:
+    """Return the number of documents in each split. Raises ValueError."""
+    most = num_docs = sum(1 for _ in read_documents(docs))
+    num_val_docs = args.num_val_docs
+    if num_val_docs is None and sidecar is None:
+        num_val_docs = min(max(num_docs // 20, 1), DEFAULT_NUM_VAL_DOCS)
+        most = num_docs - 1
+    elif num_val_docs is None:
+        docs_val = sidecar.get("docs_val")
+        num_val_docs = DEFAULT_NUM_VAL_DOCS if docs_val is None else docs_val
+    if not isinstance(num_val_docs, int) or not 0 <= num_val_docs <= most:
+        raise ValueError(
+            f"{docs} has {num_docs} documents, and {num_val_docs} cannot be for validation: set "
+            "--num-val-docs, or put blank lines between the documents of plain text"
+        )
+    return {"val": num_val_docs, "train": num_docs - num_val_docs}
+
+
+def docs_meta(args: argparse.Namespace, docs: Path, sidecar: dict | None, num_docs: int) -> dict:
+    """Describe the documents for the manifest."""
     digest = hashlib.sha256()
-    num_docs = sum(1 for _ in read_documents(docs, digest))
-    if not 0 <= num_val_docs <= num_docs:
-        raise ValueError(f"--num-val-docs {num_val_docs}: {docs} has {num_docs} documents")
-    return {"val": num_val_docs, "train": num_docs - num_val_docs}, digest.hexdigest()
+    with open(docs, "rb") as file:
+        for line in file:
+            digest.update(line)
+    path = os.path.relpath(docs.with_name(shards.SIDECAR), args.output_root)
+    return {
+        "remote_repo_id": args.repo_id if args.docs is None else None,
+        "remote_root": args.remote_root if args.docs is None else None,
+        "num_docs": num_docs,
+        "docs_sha256": digest.hexdigest(),
+        "source_manifest": path if sidecar else None,
+        "source_sidecar": sidecar or None,
+    }
 
 
-def encode_batches(texts: Iterator[str], encode: Encoder) -> Iterator[np.ndarray]:
-    """The tokens of BATCH_SIZE texts at a time."""
-    batch = list(itertools.islice(texts, BATCH_SIZE))
-    while batch:
-        yield encode(batch)
-        batch = list(itertools.islice(texts, BATCH_SIZE))
-
-
-def split_into_shards(batches: Iterable[np.ndarray], shard_size: int) -> Iterator[np.ndarray]:
-    """All tokens of the batches, shard_size at a time, in an array that is used again; the last
-    time there may be fewer."""
-    shard = np.empty(shard_size, dtype="<u2")
+def encode_into_shards(texts: Iterator[str], encode: Encoder, size: int) -> Iterator[np.ndarray]:
+    """Yield the tokens of the texts, `size` at a time, in an array that is reused."""
+    batches = iter(lambda: list(itertools.islice(texts, BATCH_SIZE)), [])
+    shard = np.empty(size, dtype="<u2")
     filled = 0
-    for tokens in batches:
+    for tokens in map(encode, batches):
         while tokens.size:
-            part = tokens[: shard_size - filled]
+            part = tokens[: size - filled]
             shard[filled : filled + part.size] = part
             filled += part.size
             tokens = tokens[part.size :]
-            if filled == shard_size:
+            if filled == size:
                 yield shard
                 filled = 0
     if filled:
@@ -105,17 +150,16 @@ def split_into_shards(batches: Iterable[np.ndarray], shard_size: int) -> Iterato
 def export_dataset(
     texts: Iterator[str], num_docs: dict[str, int], encode: Encoder, folder: Path, shard_size: int
 ) -> dict[str, int]:
-    """Write both splits in place of any shards that are there. Returns docs_val, files_val, ..."""
+    """Write both splits, replacing older shards. Returns docs_val, files_val, tokens_val, ..."""
     for old in folder.glob("fineweb_*"):
         old.unlink()
-    stats = {}
+    stats: dict[str, int] = {}
     for split, part in {"val": itertools.islice(texts, num_docs["val"]), "train": texts}.items():
         sizes: list[int] = []
-        for shard in split_into_shards(encode_batches(part, encode), shard_size):
+        for shard in encode_into_shards(part, encode, shard_size):
             shards.write_shard(folder / f"fineweb_{split}_{len(sizes):06d}.bin", shard)
             sizes.append(shard.size)
-        stats[f"docs_{split}"] = num_docs[split]
-        stats[f"files_{split}"] = len(sizes)
+        stats |= {f"docs_{split}": num_docs[split], f"files_{split}": len(sizes)}
         stats[f"tokens_{split}"] = sum(sizes)
     for what in ("docs", "files", "tokens"):
         stats[f"{what}_total"] = stats[f"{what}_val"] + stats[f"{what}_train"]
@@ -123,17 +167,17 @@ def export_dataset(
 
 
 def write_dataset(
-    spec: Spec, model: bytes | None, num_docs: dict[str, int], args: argparse.Namespace
+    spec: Spec, model: bytes | None, docs: Path, num_docs: dict[str, int], args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write a tokenizer and its dataset. Returns their entries in the manifest."""
     tokenizer = tokenizer_specs.write_tokenizer(spec, model, args.output_root)
     sp = None if model is None else tokenizer_specs.open_model(model, spec.name)
     encode = functools.partial(tokenizer_specs.encode_texts, sp, NUM_THREADS)
     total = sum(num_docs.values())
-    texts = iter(tqdm(read_documents(args.docs), spec.dataset, total=total, unit="doc"))
+    texts = iter(tqdm(read_documents(docs), spec.dataset, total=total, unit="doc"))
     path = f"datasets/{spec.dataset}"
     stats = export_dataset(texts, num_docs, encode, args.output_root / path, args.chunk_tokens)
-    print(f"{spec.dataset}: {stats}", flush=True)
+    print(f"{spec.dataset}:", *(f"{name}:{number}" for name, number in stats.items()), flush=True)
     facts = ("vocab_size", "bos_id", "eos_id", "recommended_bigram_vocab_size")
     dataset = {
         "name": spec.dataset,
@@ -148,90 +192,92 @@ def write_dataset(
     return tokenizer, dataset
 
 
-def rebuild(args: argparse.Namespace) -> None:
-    """Documents, tokenizers, datasets, manifest. Raises OSError, ValueError or RuntimeError."""
-    output = args.output_root
-    specs = tokenizer_specs.read_specs(
-        args.tokenizer_config, dict(args.reuse_sp_model), args.tokenizer_train_docs, args.skip_byte
-    )
-    output.mkdir(parents=True, exist_ok=True)
-    from_hub = args.docs is None
-    args.docs = find_documents(args)
-    sidecar_path = args.docs.with_name(shards.SIDECAR)
-    has_sidecar = args.docs.name == shards.DOCS and sidecar_path.exists()
-    sidecar = shards.read_json(sidecar_path) if has_sidecar else {}
-    if args.num_val_docs is None:
-        args.num_val_docs = sidecar.get("docs_val", DEFAULT_NUM_VAL_DOCS)
-    num_docs, docs_sha256 = count_documents(args.docs, args.num_val_docs)
-    models = [tokenizer_specs.make_model(spec, read_documents(args.docs)) for spec in specs]
+def print_training_command(spec: Spec, tokenizer: dict[str, Any], output: Path) -> None:
+    size, wanted = tokenizer["vocab_size"], spec.fields.get("vocab_size", 0)
+    if size < wanted:
+        print(f"WARNING: {spec.dataset} has {size} pieces, not {wanted}: use VOCAB_SIZE={size}")
+    if spec.kind == tokenizer_specs.SENTENCEPIECE:  # train_gpt.py does not take bytes
+        data, model = output / "datasets" / spec.dataset, output / tokenizer["model_path"]
+        knobs = f"DATA_PATH={shlex.quote(str(data))} TOKENIZER_PATH={shlex.quote(str(model))}"
+        script = shlex.quote(os.path.relpath(HERE.parent / "train_gpt.py"))
+        print(f"Train with:\n{knobs} VOCAB_SIZE={size} python {script}")
 
-    manifest: dict[str, Any] = {
+
+def rebuild(args: argparse.Namespace) -> None:
+    """Write tokenizers, datasets and manifest. Raises OSError, ValueError or RuntimeError."""
+    specs = tokenizer_specs.read_specs(args)
+    output = args.output_root
+    output.mkdir(parents=True, exist_ok=True)
+    docs = find_documents(args)
+    sidecar = read_sidecar(args, docs)
+    num_docs = count_splits(args, docs, sidecar)
+    cut = sidecar is None  # the hub's documents must give the challenge's pieces
+    models = [tokenizer_specs.make_model(spec, read_documents(docs), cut) for spec in specs]
+    # Until the end there is no manifest, so that check_dataset.py refuses an unfinished rebuild.
+    unfinished = output / shards.UNFINISHED_MANIFEST
+    shards.write_json(unfinished, {})
+    (output / shards.MANIFEST).unlink(missing_ok=True)
+    pairs = zip(specs, models, strict=True)
+    entries = [write_dataset(spec, model, docs, num_docs, args) for spec, model in pairs]
+    specs_used = [spec.fields for spec in specs]
+    manifest = {
         "version": "10B",
         "num_docs": sum(num_docs.values()),
         "num_val_docs": num_docs["val"],
-        "shuffle_seed": sidecar.get("shuffle_seed"),
+        "shuffle_seed": (sidecar or {}).get("shuffle_seed"),
         "shard_size": args.chunk_tokens,
         "append_eos": False,
-        "docs_jsonl": os.path.relpath(args.docs, output),
-        "docs_meta": {
-            "remote_repo_id": args.repo_id if from_hub else None,
-            "remote_root": args.remote_root if from_hub else None,
-            "num_docs": sum(num_docs.values()),
-            "docs_sha256": docs_sha256,
-            "source_manifest": os.path.relpath(sidecar_path, output) if has_sidecar else None,
-            "source_sidecar": sidecar or None,
-        },
-        "tokenizer_specs": [spec.fields for spec in specs],
-        "tokenizers": [],
-        "datasets": [],
+        "docs_jsonl": os.path.relpath(docs, output),
+        "docs_meta": docs_meta(args, docs, sidecar, sum(num_docs.values())),
+        "tokenizer_specs": specs_used,
+        "tokenizers": [tokenizer for tokenizer, _ in entries],
+        "datasets": [dataset for _, dataset in entries],
     }
-    # Until all is written the manifest has another name, so that half a rebuild is seen as such.
-    unfinished = output / shards.UNFINISHED_MANIFEST
-    shards.write_json(unfinished, manifest)
-    (output / shards.MANIFEST).unlink(missing_ok=True)
-    for spec, model in zip(specs, models, strict=True):
-        tokenizer, dataset = write_dataset(spec, model, num_docs, args)
-        manifest["tokenizers"].append(tokenizer)
-        manifest["datasets"].append(dataset)
-    specs_used = {"tokenizers": manifest["tokenizer_specs"]}
-    shards.write_json(output / "tokenizer_config.export.json", specs_used)
+    shards.write_json(output / "tokenizer_config.export.json", {"tokenizers": specs_used})
     shards.write_json(output / shards.MANIFEST, manifest)
     unfinished.unlink()
+    for spec, tokenizer in zip(specs, manifest["tokenizers"], strict=True):
+        print_training_command(spec, tokenizer, output)
 
 
 def positive_number(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(f"{text} must be above 0")
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
     return int(text)
 
 
-def vocab_and_model(text: str) -> tuple[int, str]:
-    vocab_size, model = text.split("=", 1)
-    return int(vocab_size), model
+def size_and_model(text: str) -> tuple[int, str]:
+    size, _, model = text.partition("=")
+    if not size.isdecimal() or not model:
+        raise argparse.ArgumentTypeError(f"{text!r} must be VOCAB_SIZE=MODEL, as 1024=my.model")
+    return int(size), model
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    number = {"type": positive_number, "metavar": "N"}
     parser.add_argument("--output-root", type=Path, required=True)
-    parser.add_argument("--docs", help="a file of JSON lines, or -; the hub's if left out")
+    docs = "plain text or JSON lines, - for stdin (default: the hub's documents)"
+    parser.add_argument("--docs", metavar="FILE", help=docs)
     parser.add_argument("--repo-id", default=shards.REPO_ID)
     parser.add_argument("--remote-root", default=shards.REMOTE_ROOT)
-    parser.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")
-    val = "validation documents: docs_val of the sidecar, else 50000"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--vocab-size", help="make one SentencePiece tokenizer", **number)
+    which.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")
+    val = "validation documents (default: 5 %% of your own; the sidecar's number or 50000)"
     parser.add_argument("--num-val-docs", type=int, metavar="N", help=val)
-    size = {"type": positive_number, "metavar": "N"}
-    parser.add_argument("--chunk-tokens", default=100_000_000, help="tokens in a shard", **size)
-    parser.add_argument("--tokenizer-train-docs", help="train on the first N documents", **size)
+    parser.add_argument("--chunk-tokens", default=100_000_000, help="tokens in a shard", **number)
+    parser.add_argument("--tokenizer-train-docs", help="train on the first N documents", **number)
     parser.add_argument("--skip-byte", action="store_true", help="make no byte dataset")
-    reuse = {"type": vocab_and_model, "metavar": "VOCAB=MODEL", "action": "append", "default": []}
-    parser.add_argument("--reuse-sp-model", help="do not train one of this size", **reuse)
+    reuse = {"type": size_and_model, "metavar": "VOCAB_SIZE=MODEL", "action": "append"}
+    parser.add_argument("--reuse-sp-model", help="do not train this one", default=[], **reuse)
     args = parser.parse_args(arguments)
     try:
         rebuild(args)
     except (OSError, ValueError, RuntimeError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command starts it anew")
+        sys.exit("interrupted: run the same command again to start over")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """File names, the shard format, and helpers to read and write files, for all tools in this folder.
 
 A shard is 256 little-endian int32 header words (magic, version, token count, zeros), followed by
-the tokens as little-endian uint16. The download tool imports this module, so it must not need
-numpy.
+the tokens as little-endian uint16. This module must not need numpy, which the download lacks.
 """
 
 import json

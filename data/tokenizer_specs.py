@@ -1,9 +1,12 @@
-"""Which tokenizers a --tokenizer-config asks for, and how they are made (fields: README.md)."""
+"""Read tokenizer specs (fields: README.md), make the tokenizers and encode texts with them."""
 
+import argparse
 import io
 import itertools
 import math
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,10 @@ import numpy as np
 import sentencepiece
 from shards import DATASET_PREFIX, read_json, write_file, write_json
 
-BYTE_IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
+SPECIAL_IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
 BYTE_OFFSET = 4  # byte b is token b + 4
 
-# The challenge's settings of SentencePiece's trainer.
+# The challenge's settings for SentencePiece's trainer.
 TRAINER_SETTINGS: dict[str, Any] = {
     "model_type": "bpe",
     "character_coverage": 0.999,
@@ -23,66 +26,59 @@ TRAINER_SETTINGS: dict[str, Any] = {
     "split_digits": True,
     "normalization_rule_name": "nmt_nfkc",
     "add_dummy_prefix": False,
-    "pad_id": 0,
-    "bos_id": 1,
-    "eos_id": 2,
-    "unk_id": 3,
     "minloglevel": 2,
+    **SPECIAL_IDS,
 }
+MAX_SENTENCE_BYTES = 4192  # SentencePiece's default; training skips longer sentences
 
 SENTENCEPIECE, BYTE = "sentencepiece_bpe", "byte"
-VOCAB_SIZES = {SENTENCEPIECE: range(1, 2**16 + 1), BYTE: [260]}  # a token has 16 bits
+VOCAB_SIZES = {SENTENCEPIECE: range(1, 2**16 + 1), BYTE: [260]}  # tokens are uint16
 SENTENCEPIECE_NAMES = ("sentencepiece_bpe", "sentencepiece", "build_sentencepiece_tokenizer")
 BYTE_NAMES = ("byte", "pure_byte", "bytes", "build_pure_byte_tokenizer")
 KINDS = dict.fromkeys(SENTENCEPIECE_NAMES, SENTENCEPIECE) | dict.fromkeys(BYTE_NAMES, BYTE)
-COMMON_FIELDS = {"kind", "builder", "name", "dataset_suffix", "vocab_size"}
-TRAINING_FIELDS = {"reuse_model_path", "tokenizer_train_docs", "trainer_overrides"}
-FIELDS = {
-    SENTENCEPIECE: {*COMMON_FIELDS, *TRAINING_FIELDS, "model_prefix"},
-    BYTE: {*COMMON_FIELDS, "filename"},
-}
-TYPES = {"vocab_size": int, "tokenizer_train_docs": int, "trainer_overrides": dict}  # others: str
+FIELDS = {BYTE: {"kind", "builder", "name", "dataset_suffix", "vocab_size", "filename"}}
+FIELDS[SENTENCEPIECE] = FIELDS[BYTE] - {"filename"} | {"model_prefix", "reuse_model_path"}
+FIELDS[SENTENCEPIECE] |= {"tokenizer_train_docs", "trainer_overrides"}
+TYPES = {"vocab_size": int, "tokenizer_train_docs": int, "trainer_overrides": dict}  # the rest: str
 
 
 def train_sentencepiece(sentences: Iterable[str], **settings: Any) -> bytes:
-    """A SentencePiece model of these sentences; `settings` come before the challenge's. The same
-    sentences in the same order give the same bytes. Raises RuntimeError or ValueError."""
+    """Train a SentencePiece model; `settings` override the challenge's. The same sentences in the
+    same order give the same bytes. Raises RuntimeError or ValueError."""
     model = io.BytesIO()
-    settings = {**TRAINER_SETTINGS, **settings}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=model, **settings
-    )
+    settings = {**TRAINER_SETTINGS, **settings, "sentence_iterator": iter(sentences)}
+    sentencepiece.SentencePieceTrainer.train(model_writer=model, **settings)
     return model.getvalue()
 
 
 def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
-    """A SentencePiece model whose tokens can make a dataset. Raises ValueError naming it if not."""
+    """Load a SentencePiece model. Raises ValueError if it cannot make a dataset."""
     sp = sentencepiece.SentencePieceProcessor()
     try:
         sp.LoadFromSerializedProto(model)
     except RuntimeError:
         raise ValueError(f"{name} is not a SentencePiece model") from None
     if sp.bos_id() < 0:
-        raise ValueError(f"{name} has no BOS, which begins each document: set its bos_id")
+        raise ValueError(f"{name} has no BOS token: train it with a bos_id of 0 or more")
     if sp.vocab_size() not in VOCAB_SIZES[SENTENCEPIECE]:
-        raise ValueError(f"{name} has {sp.vocab_size()} pieces: a token has room for 65536")
+        raise ValueError(f"{name} has {sp.vocab_size()} pieces: use one of at most 65536")
     return sp
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A tokenizer to make, and its dataset."""
+    """A tokenizer to make, and the name of its dataset."""
 
-    fields: dict[str, Any]  # as given in the file and on the command line
+    fields: dict[str, Any]  # from the file and the command line
     kind: str
     name: str
     dataset: str
-    file: str  # in the folder tokenizers/
-    model: bytes | None = None  # the SentencePiece model that is reused
+    file: str  # in tokenizers/
+    model: bytes | None = None  # the SentencePiece model to reuse
 
 
 def kind_of(fields: dict[str, Any]) -> str:
-    """SENTENCEPIECE or BYTE. Raises ValueError."""
+    """Return SENTENCEPIECE or BYTE. Raises ValueError."""
     name = str(fields.get("kind", fields.get("builder", ""))).rpartition(":")[2]
     if name in KINDS:
         return KINDS[name]
@@ -92,15 +88,17 @@ def kind_of(fields: dict[str, Any]) -> str:
         return BYTE
     if "vocab_size" in fields:
         return SENTENCEPIECE
-    raise ValueError(f"it needs a kind or a vocab_size, and has {', '.join(fields) or 'nothing'}")
+    raise ValueError(
+        f"it has only {', '.join(fields) or 'an empty object'}: set vocab_size or kind"
+    )
 
 
 def check_fields(fields: dict[str, Any], kind: str) -> None:
-    """Raises ValueError naming a field that is not known or has no such value."""
+    """Raises ValueError if a field is unknown or has an invalid value."""
     for field, value in fields.items():
         if field not in FIELDS[kind]:
             known = ", ".join(sorted(FIELDS[kind]))
-            raise ValueError(f"{field!r} is not a field of a {kind} tokenizer: {known}")
+            raise ValueError(f"{field!r} is not a field of a {kind} tokenizer: use {known}")
         field_type = TYPES.get(field, str)
         if type(value) is not field_type:
             raise ValueError(f"{field} {value!r} must be of type {field_type.__name__}")
@@ -110,7 +108,7 @@ def check_fields(fields: dict[str, Any], kind: str) -> None:
 
 
 def make_spec(fields: dict[str, Any], kind: str) -> Spec:
-    """What the fields ask for, with the defaults. Raises ValueError or OSError."""
+    """Fill in the defaults and read a model to reuse. Raises ValueError or OSError."""
     if kind == BYTE:
         dataset = DATASET_PREFIX + fields.get("dataset_suffix", "byte260")
         file = fields.get("filename", "fineweb_pure_byte_260.json")
@@ -123,81 +121,104 @@ def make_spec(fields: dict[str, Any], kind: str) -> Spec:
         pieces = open_model(model, str(path)).vocab_size()
         size = size or pieces
         if pieces > size:
-            raise ValueError(f"{path} has {pieces} pieces, more than vocab_size {size}")
+            raise ValueError(f"{path} has {pieces} pieces, more than vocab_size {size}: raise it")
     if size is None:
-        raise ValueError("it needs a vocab_size")
+        raise ValueError("it has no vocab_size and no reuse_model_path: set one")
     dataset = DATASET_PREFIX + fields.get("dataset_suffix", f"sp{size}")
     file = fields.get("model_prefix", f"fineweb_{size}_bpe") + ".model"
     return Spec(fields, kind, fields.get("name", f"sp_bpe_{size}"), dataset, file, model)
 
 
-def read_specs(
-    path: Path, reused_models: dict[int, str], train_docs: int | None, skip_byte: bool
-) -> list[Spec]:
-    """The tokenizers of a --tokenizer-config, changed by the command line: models to reuse by their
-    vocab_size, documents to train on. Raises ValueError naming the file and the entry, OSError."""
-    entries = read_json(path)
+def read_specs(args: argparse.Namespace) -> list[Spec]:
+    """Make the specs that the command line asks for. Raises ValueError or OSError."""
+    source, entries = f"--vocab-size {args.vocab_size}", [{"vocab_size": args.vocab_size}]
+    if args.vocab_size is None:
+        source, entries = args.tokenizer_config, read_json(args.tokenizer_config)
     if isinstance(entries, dict):
         entries = entries.get("tokenizer_specs", entries.get("tokenizers"))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{path} must be a list of objects, or have one in tokenizer_specs")
-    unused = set(reused_models)
+        raise ValueError(f"{source} must be a list of objects, or have one under tokenizer_specs")
+    reused = dict(args.reuse_sp_model)
+    unused = set(reused)
     taken: set[str] = set()  # names, datasets and files
     specs = []
     for number, entry in enumerate(entries, start=1):
+        place = f"{source}: tokenizer {number}"
         try:
             fields = {field: value for field, value in entry.items() if value is not None}
+            size = fields.get("vocab_size")
+            if isinstance(size, str) and size.isdecimal():
+                size = fields["vocab_size"] = int(size)
             kind = kind_of(fields)
             check_fields(fields, kind)
-            if kind == BYTE and skip_byte:
+            if kind == BYTE and args.skip_byte:
                 continue
-            if kind == SENTENCEPIECE and fields.get("vocab_size") in reused_models:
-                fields["reuse_model_path"] = reused_models[fields["vocab_size"]]
-                unused.discard(fields["vocab_size"])
-            if kind == SENTENCEPIECE and train_docs is not None:
-                fields["tokenizer_train_docs"] = train_docs
+            if kind == SENTENCEPIECE and size in reused:
+                place = "--reuse-sp-model"
+                fields["reuse_model_path"] = reused[size]
+                unused.discard(size)
+            if kind == SENTENCEPIECE and args.tokenizer_train_docs is not None:
+                fields["tokenizer_train_docs"] = args.tokenizer_train_docs
             spec = make_spec(fields, kind)
             for value in (spec.name, spec.dataset, spec.file):
                 if value in taken:
-                    raise ValueError(f"{value} is another tokenizer's, too: give it one of its own")
+                    raise ValueError(f"{value} is another tokenizer's already: choose another")
                 taken.add(value)
             specs.append(spec)
-        except ValueError as error:
-            raise ValueError(f"{path}: tokenizer {number}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{place}: {error}") from None
     if unused:
-        raise ValueError(f"--reuse-sp-model {min(unused)}: {path} has no such vocab_size")
+        raise ValueError(f"--reuse-sp-model {min(unused)}: {source} has no such vocab_size")
     if not specs:
-        raise ValueError(f"{path} has no tokenizer to make")
+        raise ValueError(f"{source} has no tokenizer to make: use --vocab-size instead")
     return specs
 
 
-def make_model(spec: Spec, texts: Iterable[str]) -> bytes | None:
-    """A SentencePiece model, reused or trained on the texts from the first on; None for bytes.
-    Raises ValueError."""
+def sentences_of(texts: Iterable[str], limit: int, cut: bool, counts: Counter) -> Iterator[str]:
+    """Yield what SentencePiece trains on, and count it. The trainer skips texts of more bytes than
+    `limit`; `cut` divides these into lines, and long lines at spaces."""
+    length = max(limit // 4, 1)  # in characters of at most 4 bytes
+    for text in filter(None, (text.replace("\0", " ").strip() for text in texts)):
+        size = len(text.encode())
+        counts.update(docs=1, bytes=size)
+        if size <= limit or cut:
+            counts.update(used_docs=1, used_bytes=size)
+        if size > limit and cut:
+            yield from re.findall(rf"\S.{{0,{length - 1}}}(?!\S)|\S{{1,{length}}}", text)
+        else:
+            yield text
+
+
+def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
+    """Reuse a SentencePiece model or train one on the texts; None for bytes. Raises ValueError."""
     if spec.kind == BYTE or spec.model is not None:
         return spec.model
     texts = itertools.islice(texts, spec.fields.get("tokenizer_train_docs"))
-    sentences = (text.replace("\0", " ").strip() for text in texts)
     settings = {"vocab_size": spec.fields["vocab_size"], "hard_vocab_limit": False}
     settings |= spec.fields.get("trainer_overrides", {})
+    counts: Counter[str] = Counter()
     try:
-        model = train_sentencepiece(filter(None, sentences), **settings)
+        limit = int(settings.get("max_sentence_length", MAX_SENTENCE_BYTES))
+        model = train_sentencepiece(sentences_of(texts, limit, cut, counts), **settings)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"tokenizer {spec.name}: SentencePiece says: {error}") from None
-    print(f"{spec.name}: {open_model(model, spec.name).vocab_size()} pieces", flush=True)
+    used = f"{counts['used_docs']} of {counts['docs']} documents"
+    percent = 100 * counts["used_bytes"] / counts["bytes"]
+    pieces = open_model(model, spec.name).vocab_size()
+    print(f"{spec.name}: {pieces} pieces, trained on {used} ({percent:.1f} % of the text)")
     return model
 
 
 def write_tokenizer(spec: Spec, model: bytes | None, output: Path) -> dict[str, Any]:
-    """Write the tokenizer's files; return its entry in the manifest. Paths are from `output`."""
+    """Write a tokenizer's files to `output` and return its entry in the manifest."""
     path = f"tokenizers/{spec.file}"
     entry: dict[str, Any] = {"name": spec.name, "kind": spec.kind}
     if model is None:
         size = 260
-        config = {**BYTE_IDS, "byte_offset": BYTE_OFFSET, "byte_count": 256}
+        config = {**SPECIAL_IDS, "byte_offset": BYTE_OFFSET, "byte_count": 256}
         content = {"tokenizer_type": "pure_byte", "config": config, "vocab_size": size}
         write_json(output / path, content)
-        entry |= {"vocab_size": size, **BYTE_IDS, "path": path}
+        entry |= {"vocab_size": size, **SPECIAL_IDS, "path": path}
     else:
         sp = open_model(model, spec.name)
         size = sp.vocab_size()
@@ -215,11 +236,11 @@ def write_tokenizer(spec: Spec, model: bytes | None, output: Path) -> dict[str, 
 def encode_texts(
     sp: sentencepiece.SentencePieceProcessor | None, num_threads: int, texts: list[str]
 ) -> np.ndarray:
-    """The tokens of all texts, each text's after a BOS, uint16 (n,). Without a model: its bytes."""
+    """Encode texts, each as BOS and its tokens, uint16 (n,). Without a model, tokens are bytes."""
     if sp is not None:
         documents = sp.encode(texts, add_bos=True, num_threads=num_threads)
         return np.fromiter(itertools.chain.from_iterable(documents), dtype="<u2")
-    data = b"".join(b"\xff" + text.encode() for text in texts)  # UTF-8 has no byte 255
+    data = b"".join(b"\xff" + text.encode() for text in texts)  # byte 255 never occurs in UTF-8
     tokens = np.frombuffer(data, dtype=np.uint8).astype("<u2") + BYTE_OFFSET
-    tokens[tokens == 255 + BYTE_OFFSET] = BYTE_IDS["bos_id"]
+    tokens[tokens == 255 + BYTE_OFFSET] = SPECIAL_IDS["bos_id"]
     return tokens

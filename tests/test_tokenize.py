@@ -1,11 +1,17 @@
-"""From documents to tokenizers, shards and manifest: data/download_hf_docs_and_tokenize.py."""
+"""data/download_hf_docs_and_tokenize.py: documents become tokenizers, shards and a manifest."""
 
+import argparse
+import bz2
 import functools
+import gzip
 import hashlib
 import json
+import lzma
 import os
+import re
 import sys
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,7 +22,7 @@ sys.path.insert(0, str(ROOT / "data"))
 import check_dataset
 import download_hf_docs_and_tokenize as rebuild
 import shards
-from tokenizer_specs import encode_texts, read_specs
+from tokenizer_specs import encode_texts, read_specs, sentences_of
 
 ODD_TEXTS = [
     "", " ", "  two leading", "trailing ", "a  doubled   space", "a\ttab\nand\r\na line ", "\n\n",
@@ -29,6 +35,7 @@ SPECS = [
     {"kind": "bytes"},
 ]  # fmt: skip
 SP = {"vocab_size": 512}
+SIDECAR = "docs_selected.source_manifest.json"
 (OUR_SPEC,) = json.loads((ROOT / "data" / "tokenizer_specs.json").read_text())["tokenizers"]
 
 
@@ -38,7 +45,7 @@ def write_documents(path, texts=TEXTS):
 
 
 def run(folder, *args, specs=SPECS[:1], docs=None) -> dict:
-    """The tool in this process, on folder/docs.jsonl, into folder/out; the manifest."""
+    """Rebuild folder/docs.jsonl into folder/out, in this process. Returns the manifest."""
     (folder / "specs.json").write_text(json.dumps(specs))
     arguments = ["--output-root", folder / "out", "--tokenizer-config", folder / "specs.json"]
     arguments += ["--docs", docs or folder / "docs.jsonl", *args]
@@ -55,7 +62,7 @@ def failure(folder, *args, **more) -> str:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The output for 40 documents and odd ones, which come through a pipe; 4 for validation."""
+    """The output for 40 documents and odd ones from a pipe, 4 of them for validation."""
     folder = tmp_path_factory.mktemp("export")
     pipe = folder / "pipe"
     os.mkfifo(pipe)
@@ -73,8 +80,8 @@ ODD_SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", [{}, *ODD_SETTINGS], ids=str)
-def test_shards_are_what_sentencepiece_says(tmp_path, monkeypatch, settings):
-    """Document by document, whatever the pieces span, and however documents come in batches."""
+def test_shards_have_the_tokens_that_sentencepiece_makes(tmp_path, monkeypatch, settings):
+    """For any kind of pieces, and no matter how documents are divided into batches."""
     sp = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer(**settings))
     texts = [*ODD_TEXTS, *TEXTS[:8], *(f" {text} " for text in TEXTS[8:12])]
     monkeypatch.setattr(rebuild, "BATCH_SIZE", 5)
@@ -95,18 +102,28 @@ def pieces(model: bytes) -> list[str]:
     return [sp.id_to_piece(i) for i in range(sp.vocab_size())]
 
 
-def test_the_same_documents_give_the_same_tokenizer(exported):
-    """As SentencePiece's own trainer, told the settings plainly."""
+def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
+    """The same pieces as SentencePiece's own trainer makes, which skips long documents."""
+    docs = write_documents(tmp_path / "docs_selected.jsonl", TEXTS + ODD_TEXTS)
+    sidecar = {"docs_val": 4, "shuffle_seed": 7}
+    (tmp_path / SIDECAR).write_text(json.dumps(sidecar))
+    manifest = run(tmp_path, specs=SPECS[:2], docs=docs)
+    assert (manifest["num_val_docs"], manifest["shuffle_seed"]) == (4, 7)
+    assert manifest["docs_meta"]["source_sidecar"] == sidecar
     sentences = [text.replace("\0", " ").strip() for text in TEXTS + ODD_TEXTS]
     sentences = [sentence for sentence in sentences if sentence]
     own = {"character_coverage": 0.999, "hard_vocab_limit": False}
     whole = pieces(train_tokenizer(sentence_iterator=iter(sentences), **own))
-    assert pieces((exported / "tokenizers/fineweb_384_bpe.model").read_bytes()) == whole
+    assert pieces((tmp_path / "out/tokenizers/fineweb_384_bpe.model").read_bytes()) == whole
     own |= {"character_coverage": 0.98, "vocab_size": 5000}
     first = pieces(train_tokenizer(sentence_iterator=iter(sentences[:8]), **own))
-    assert pieces((exported / "tokenizers/mine.model").read_bytes()) == first
-    vocab = (exported / "tokenizers/mine.vocab").read_text().splitlines()
+    assert pieces((tmp_path / "out/tokenizers/mine.model").read_bytes()) == first
+    vocab = (tmp_path / "out/tokenizers/mine.vocab").read_text().splitlines()
     assert [line.split("\t")[0] for line in vocab] == first and vocab[0] == "<pad>\t0"
+    used = [sentence for sentence in sentences if len(sentence.encode()) <= 4192]
+    share = 100 * len("".join(used).encode()) / len("".join(sentences).encode())
+    report = f"{len(used)} of {len(sentences)} documents ({share:.1f} % of the text)"
+    assert f"sp_bpe_384: 384 pieces, trained on {report}\n" in capsys.readouterr().out
 
 
 def test_the_manifest(exported):
@@ -134,10 +151,12 @@ def test_bytes_as_tokens(exported):
     assert np.fromfile(shard, "<u2", len(tokens), offset=1024).tolist() == tokens
 
 
-def specs_of(tmp_path, content, reused=None, train_docs=None, skip_byte=False) -> list:
+def specs_of(tmp_path, content, **options) -> list:
     path = tmp_path / "specs.json"
     path.write_text(json.dumps(content))
-    return read_specs(path, reused or {}, train_docs, skip_byte)
+    defaults = {"vocab_size": None, "tokenizer_train_docs": None, "reuse_sp_model": []}
+    options = {"tokenizer_config": path, "skip_byte": False, **defaults, **options}
+    return read_specs(argparse.Namespace(**options))
 
 
 @pytest.mark.parametrize(
@@ -150,9 +169,10 @@ def specs_of(tmp_path, content, reused=None, train_docs=None, skip_byte=False) -
          "sp_bpe_7 sp7 p.model"),
         ({"kind": "byte", "name": "n"}, "n byte260 fineweb_pure_byte_260.json"),
         ({"builder": "a.b:build_pure_byte_tokenizer", "filename": "f"}, "pure_byte_260 byte260 f"),
+        ({"vocab_size": "512"}, "sp_bpe_512 sp512 fineweb_512_bpe.model"),
     ],
 )  # fmt: skip
-def test_specs_that_players_have(tmp_path, entry, expected):
+def test_specs_that_players_have_are_accepted(tmp_path, entry, expected):
     for content in ([entry], {"tokenizers": [entry]}, {"tokenizer_specs": [entry]}):
         (spec,) = specs_of(tmp_path, content)
         assert f"{spec.name} {spec.dataset} {spec.file}".replace("fineweb10B_", "") == expected
@@ -168,36 +188,23 @@ def test_specs_that_players_have(tmp_path, entry, expected):
         ([SP, {**SP, "name": "n", "model_prefix": "p"}], "2: fineweb10B_sp512 is another"),
     ],
 )
-def test_specs_that_cannot_be(tmp_path, content, words):
+def test_bad_specs_are_named(tmp_path, content, words):
     with pytest.raises(ValueError, match=rf"specs\.json.*{words}"):
         specs_of(tmp_path, content)
 
 
-def test_what_the_command_line_says_of_specs(tmp_path, tokenizer):
-    """It comes before the file. A reused model may be smaller than the spec says, not larger."""
+def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
+    """A reused model may have fewer pieces than the spec says, but not more."""
     content = [{"kind": "bytes"}, {"kind": "sentencepiece", "reuse_model_path": str(tokenizer)}]
-    (spec,) = specs_of(tmp_path, content, train_docs=7, skip_byte=True)
+    (spec,) = specs_of(tmp_path, content, tokenizer_train_docs=7, skip_byte=True)
     assert (spec.name, spec.model) == ("sp_bpe_384", tokenizer.read_bytes())
     assert spec.fields == {**content[1], "tokenizer_train_docs": 7}
     with pytest.raises(ValueError, match="384 pieces, more than vocab_size 300"):
-        specs_of(tmp_path, [{"vocab_size": 300}], {300: str(tokenizer)})
+        specs_of(tmp_path, [{"vocab_size": 300}], reuse_sp_model=[(300, str(tokenizer))])
 
 
-def test_a_smaller_model_and_a_sidecar(tmp_path, tokenizer):
-    """The model is copied, its own size counts; the sidecar says how many documents validate."""
-    docs = write_documents(tmp_path / "docs_selected.jsonl", TEXTS[:6])
-    sidecar = {"docs_val": 2, "shuffle_seed": 7}
-    (tmp_path / "docs_selected.source_manifest.json").write_text(json.dumps(sidecar))
-    manifest = run(tmp_path, "--reuse-sp-model", f"512={tokenizer}", specs=[SP], docs=docs)
-    copy = tmp_path / "out/tokenizers/fineweb_512_bpe.model"
-    assert copy.read_bytes() == tokenizer.read_bytes()
-    assert [manifest[key][0]["vocab_size"] for key in ("tokenizers", "datasets")] == [384, 384]
-    assert (manifest["num_val_docs"], manifest["shuffle_seed"]) == (2, 7)
-    assert manifest["docs_meta"]["source_sidecar"] == sidecar
-
-
-def test_an_unfinished_rebuild_says_so(tmp_path, tokenizer, capsys):
-    """The check refuses its folder, and the same command starts it anew."""
+def test_an_unfinished_rebuild_is_refused(tmp_path, tokenizer, capsys):
+    """check_dataset.py refuses the folder; the same command starts the rebuild over."""
     write_documents(tmp_path / "docs.jsonl")
     reuse = ["--reuse-sp-model", f"384={tokenizer}", "--num-val-docs", "4"]
     first = run(tmp_path, *reuse)
@@ -212,20 +219,74 @@ def test_an_unfinished_rebuild_says_so(tmp_path, tokenizer, capsys):
     assert run(tmp_path, *reuse) == first and check_dataset.main(check) == 0
 
 
-@pytest.mark.parametrize("line", ["{", '{"txt": "x"}', '{"text": 5}'])
-def test_a_bad_line_names_its_number(tmp_path, line):
-    # Half a surrogate pair is not a bad line.
-    (tmp_path / "docs.jsonl").write_text('{"text": "a \\ud800 b"}\n' + line + "\n")
-    assert next(rebuild.read_documents(tmp_path / "docs.jsonl")) == "a ? b"
-    assert "docs.jsonl: line 2 must be" in failure(tmp_path)
+def test_your_own_text(tmp_path, capsys):
+    """5 % of it validates, all of it trains the tokenizer, and the last line trains on it."""
+    (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
+    out = tmp_path / "my out"
+    options = ["--docs", f"{tmp_path}/my.txt", "--vocab-size", "60000", "--output-root", str(out)]
+    rebuild.main(options)
+    num_docs = len(list(rebuild.read_documents(tmp_path / "my.txt")))
+    assert json.loads((out / "manifest.json").read_text())["num_val_docs"] == num_docs // 20 > 1
+    size = len(pieces((out / "tokenizers/fineweb_60000_bpe.model").read_bytes()))
+    output = capsys.readouterr().out
+    assert f"{size} pieces, trained on {num_docs} of {num_docs} documents (100.0 %" in output
+    assert f"WARNING: fineweb10B_sp60000 has {size} pieces, not 60000" in output
+    assert output.splitlines()[-1] == (
+        f"DATA_PATH='{out}/datasets/fineweb10B_sp60000' "
+        f"TOKENIZER_PATH='{out}/tokenizers/fineweb_60000_bpe.model' "
+        f"VOCAB_SIZE={size} python {os.path.relpath(ROOT / 'train_gpt.py')}"
+    )
 
 
-def test_errors_are_one_line(tmp_path):
-    write_documents(tmp_path / "docs.jsonl")
+def test_plain_text_is_cut_at_blank_lines(tmp_path):
+    """A document ends at the first one after 2,000 bytes."""
+    a, b, c, d, e = ("\u00e9\n" + letter * 700 for letter in "abcde")
+    text = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"])
+    (tmp_path / "my.txt").write_bytes(text.replace("\n", "\r\n").encode())
+    documents = list(rebuild.read_documents(tmp_path / "my.txt"))
+    assert documents == [f"{a}\n\n{b}\n\n{c}", f"{d}\n\n{e}"]
+
+
+def test_json_lines_may_have_any_name_and_blank_lines(tmp_path):
+    """Half a surrogate pair becomes a question mark."""
+    (tmp_path / "my.txt").write_text('\n{"text": "a \\ud800"}\n\n{"text": "b"}\n')
+    assert list(rebuild.read_documents(tmp_path / "my.txt")) == ["a ?", "b"]
+
+
+def test_long_texts_become_lines_for_the_tokenizers_training():
+    text = "word " * 2000 + "\n" + "\u4e2d" * 5000 + "\nend"
+    sentences = list(sentences_of([text], 4192, True, Counter()))
+    assert max(len(sentence.encode()) for sentence in sentences) <= 4192
+    assert "".join(" ".join(sentences).split()) == "".join(text.split())
+    assert sentences[0][-4:] == "word" and sentences[-1] == "end"
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.txt", gzip.compress(b"a"), "gzip"), ("a.jsonl", lzma.compress(b"a"), "xz"),
+        ("a", bz2.compress(b"a"), "bzip2"), ("a", b"(\xb5/\xfd$", "zstd"), ("a", b"PK\3\4", "zip"),
+        ("a.txt", b"a \xe9", "must be UTF-8"), ("a.txt", b"", "has 0 documents"),
+        ("a.txt", b"one", "has 1 documents, .*blank lines"), ("a.json", b"[]", "line 1 must be"),
+        ("a", b'{"text": "a"}\n\n{', "line 3 must be"), ("a", b'{"text": 5}', "line 1 must be"),
+    ],
+)  # fmt: skip
+def test_bad_documents_are_named(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    assert re.search(rf"{name}:? .*{words}", failure(tmp_path, docs=tmp_path / name))
+
+
+def test_errors_are_one_line(tmp_path, capsys):
+    docs = write_documents(tmp_path / "docs_selected.jsonl")
     specs = [{**SP, "trainer_overrides": {"coverage": 1}}]
-    message = failure(tmp_path, "--num-val-docs", "4", specs=specs)
+    message = failure(tmp_path, specs=specs, docs=docs)
     assert "sp_bpe_512" in message and "coverage" in message
-    assert "docs.jsonl has 40 documents" in failure(tmp_path, "--num-val-docs", "41")
+    assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=docs)
     assert "nowhere.jsonl" in failure(tmp_path, docs="nowhere.jsonl")
-    reuse = ["--reuse-sp-model", f"384={tmp_path}/docs.jsonl"]
-    assert "docs.jsonl is not" in failure(tmp_path, *reuse)
+    assert "--reuse-sp-model: " in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
+    for sidecar, words in (("[]", "a JSON object"), ('{"docs_val": null}', "and 50000")):
+        (tmp_path / SIDECAR).write_text(sidecar)
+        assert words in failure(tmp_path, docs=docs)
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--reuse-sp-model", "my.model")
+    assert "--reuse-sp-model: 'my.model' must be VOCAB_SIZE=MODEL" in capsys.readouterr().err
