@@ -134,8 +134,7 @@ def download(args: argparse.Namespace) -> str:
             raise ValueError(f"{manifest} is missing: run without --skip-manifest")
         download_file(shards.MANIFEST, args.root)
     tokenizer, tokens = list_files(manifest, args.variant, args.train_shards)
-    documents = [shards.DOCS, shards.SIDECAR] if args.with_docs else []
-    paths = tokenizer + tokens + documents
+    paths = tokenizer + tokens + ([shards.DOCS, shards.SIDECAR] if args.with_docs else [])
     missing = [path for path in paths if not is_whole(args.root / path)]
     for path in tokenizer:
         if path not in missing:

@@ -106,7 +106,7 @@ def count_splits(args: argparse.Namespace, docs: Path, sidecar: dict | None) -> 
         num_val_docs = DEFAULT_NUM_VAL_DOCS if docs_val is None else docs_val
     if not isinstance(num_val_docs, int) or not 0 <= num_val_docs <= most:
         raise ValueError(
-            f"{docs} has {num_docs} documents, and {num_val_docs} cannot be for validation: set "
+            f"{docs} has {num_docs} documents, and validation cannot get {num_val_docs}: set "
             "--num-val-docs, or put blank lines between the documents of plain text"
         )
     return {"val": num_val_docs, "train": num_docs - num_val_docs}
@@ -173,8 +173,7 @@ def write_dataset(
     tokenizer = tokenizer_specs.write_tokenizer(spec, model, args.output_root)
     sp = None if model is None else tokenizer_specs.open_model(model, spec.name)
     encode = functools.partial(tokenizer_specs.encode_texts, sp, NUM_THREADS)
-    total = sum(num_docs.values())
-    texts = iter(tqdm(read_documents(docs), spec.dataset, total=total, unit="doc"))
+    texts = iter(tqdm(read_documents(docs), spec.dataset, sum(num_docs.values()), unit="doc"))
     path = f"datasets/{spec.dataset}"
     stats = export_dataset(texts, num_docs, encode, args.output_root / path, args.chunk_tokens)
     print(f"{spec.dataset}:", *(f"{name}:{number}" for name, number in stats.items()), flush=True)

@@ -168,7 +168,7 @@ def read_specs(args: argparse.Namespace) -> list[Spec]:
         except (OSError, ValueError) as error:
             raise ValueError(f"{place}: {error}") from None
     if unused:
-        raise ValueError(f"--reuse-sp-model {min(unused)}: {source} has no such vocab_size")
+        raise ValueError(f"--reuse-sp-model {min(unused)}: {source} has no such vocab_size, add it")
     if not specs:
         raise ValueError(f"{source} has no tokenizer to make: use --vocab-size instead")
     return specs
@@ -201,7 +201,8 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
         limit = int(settings.get("max_sentence_length", MAX_SENTENCE_BYTES))
         model = train_sentencepiece(sentences_of(texts, limit, cut, counts), **settings)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"tokenizer {spec.name}: SentencePiece says: {error}") from None
+        used = f"{counts['used_docs']} of {counts['docs']} documents"
+        raise ValueError(f"{spec.name}: SentencePiece cannot train on {used}: {error}") from None
     used = f"{counts['used_docs']} of {counts['docs']} documents"
     percent = 100 * counts["used_bytes"] / counts["bytes"]
     pieces = open_model(model, spec.name).vocab_size()

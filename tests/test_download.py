@@ -1,4 +1,4 @@
-"""data/cached_challenge_fineweb.py: the hub's real client and a small server on this machine."""
+"""data/cached_challenge_fineweb.py: the hub's real client, and a small local server as the hub."""
 
 import argparse
 import contextlib
@@ -26,13 +26,12 @@ PREFIX = "/datasets/willdepueoai/parameter-golf/resolve/main/datasets/"
 TRAIN = [f"datasets/fineweb10B_sp1024/fineweb_train_{index:06d}.bin" for index in range(3)]
 VAL = [f"datasets/fineweb10B_sp1024/fineweb_val_{index:06d}.bin" for index in range(2)]
 MODEL, VOCAB = "tokenizers/fineweb_1024_bpe.model", "tokenizers/fineweb_1024_bpe.vocab"
-BYTE_TOKENIZER = "tokenizers/fineweb_pure_byte_260.json"
 DOCS, SIDECAR = "docs_selected.jsonl", "docs_selected.source_manifest.json"
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory, tokenizer) -> Path:
-    """What the other tool writes: documents of 301 tokens, of which four are for validation."""
+    """The output of the rebuild: documents of 301 tokens, four of them for validation."""
     folder = tmp_path_factory.mktemp("repository")
     lines = [json.dumps({"text": chr(0x4E00 + number) * 100}) for number in range(13)]
     (folder / DOCS).write_text("\n".join(lines))
@@ -46,14 +45,14 @@ def repository(tmp_path_factory, tokenizer) -> Path:
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """A repository of the hub, as files in a folder."""
+    """Serves a folder as a repository of the hub."""
 
     def end_headers(self) -> None:
         path = Path(self.translate_path(self.path))
         content = path.read_bytes() if path.exists() else b""
         self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
         self.send_header("X-Repo-Commit", "c" * 40)
-        self.send_header("X-Error-Code", "EntryNotFound")  # looked at after a 404
+        self.send_header("X-Error-Code", "EntryNotFound")  # read after a 404
         super().end_headers()
 
     def copyfile(self, source, outputfile) -> None:
@@ -67,18 +66,13 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def root(tmp_path):
-    return tmp_path / "data"
-
-
-@pytest.fixture
 def hub(repository, tmp_path, monkeypatch):
-    """A server that the client in this process asks, with an empty cache. `stalls` hangs."""
+    """A server for the client in this process, with an empty cache. The file `stalls` hangs."""
     folder = shutil.copytree(repository, f"{tmp_path}/hub{PREFIX}")
     handler = functools.partial(Handler, directory=tmp_path / "hub")
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.url = f"http://127.0.0.1:{server.server_port}"
-    server.folder, server.loaded = Path(folder), []
+    server.folder, server.loaded, server.root = Path(folder), [], tmp_path / "data"
     server.stalls, server.stalled = "", threading.Event()
     place = {"endpoint": server.url, "cache_dir": tmp_path / "cache"}
     client = functools.partial(huggingface_hub.hf_hub_download, **place)
@@ -95,96 +89,96 @@ def download(root, **options) -> None:
     cached_challenge_fineweb.download(argparse.Namespace(**{**defaults, **options}))
 
 
-def start(hub, root, *args, **environ) -> subprocess.Popen:
-    """The script as a process that waits for the hub as long as it takes."""
-    environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(root.parent / "home")}
+def start(hub, *args, **environ) -> subprocess.Popen:
+    """Start the script in its own process, with a long timeout."""
+    environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.root.parent / "home")}
     environ |= {"HF_HUB_DOWNLOAD_TIMEOUT": "600", "PATH": os.environ["PATH"]}
-    command = [sys.executable, cached_challenge_fineweb.__file__, "--root", root, *args]
-    # SIGINT is ignored in a shell's background jobs, and that would be inherited.
+    command = [sys.executable, cached_challenge_fineweb.__file__, "--root", hub.root, *args]
+    # A shell's background jobs ignore SIGINT, and their children inherit that.
     hear = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, **hear)
 
 
-def assert_present(hub, root, *names) -> None:
-    """These files and the manifest, and no other."""
+def assert_present(hub, *names) -> None:
+    """Assert that hub.root has these files and the manifest, and no others."""
     names = ["manifest.json", *names]
-    found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-    assert sorted(found) == sorted(names)
-    assert all(found[name].read_bytes() == (hub.folder / name).read_bytes() for name in names)
+    found = [path for path in hub.root.rglob("*") if path.is_file()]
+    assert sorted(found) == sorted(hub.root / name for name in names)
+    assert all((hub.root / name).read_bytes() == (hub.folder / name).read_bytes() for name in names)
 
 
-def test_a_first_run_then_more_then_none(hub, root):
-    """Each run brings what is missing or cut short; if that is nothing, it needs no hub."""
+def test_a_run_downloads_what_is_missing(hub):
+    """Each run downloads what is missing or truncated. If nothing is, it needs no network."""
     names = [*VAL, MODEL, VOCAB, TRAIN[0]]
-    download(root, train_shards=1)
-    assert_present(hub, root, *names)
-    assert all((root / name).stat().st_nlink == 2 for name in names)  # the other is in the cache
-    with open(root / VAL[0], "r+b") as file:
+    download(hub.root, train_shards=1)
+    assert_present(hub, *names)
+    assert all((hub.root / name).stat().st_nlink == 2 for name in names)  # one is in the cache
+    with open(hub.root / VAL[0], "r+b") as file:
         file.truncate(1500)  # in the cache, too
     hub.loaded.clear()
-    download(root)  # the default, 80, takes all that there are
-    assert_present(hub, root, *names, *TRAIN[1:])
+    download(hub.root)  # the default, 80, takes all of them
+    assert_present(hub, *names, *TRAIN[1:])
     assert sorted(hub.loaded) == [*TRAIN[1:], VAL[0]]
     hub.shutdown()
     hub.server_close()
-    download(root, skip_manifest=True)
+    download(hub.root, skip_manifest=True)
 
 
-def test_bytes_and_documents(hub, root, monkeypatch):
-    """With a cache on another disk, from a hub that lacks the sidecar."""
+def test_byte_shards_and_documents(hub, monkeypatch):
+    """The cache is on another disk, and the hub has no sidecar."""
 
     def refuse(*_) -> None:
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
     (hub.folder / SIDECAR).unlink()
-    download(root, train_shards=0, variant="byte260", with_docs=True)
+    download(hub.root, train_shards=0, variant="byte260", with_docs=True)
     val = [name.replace("sp1024", "byte260") for name in VAL]
-    assert_present(hub, root, DOCS, BYTE_TOKENIZER, *val)
+    assert_present(hub, DOCS, "tokenizers/fineweb_pure_byte_260.json", *val)
 
 
-def test_a_tokenizer_that_is_there_is_kept(hub, root, capsys):
-    """A line says so, also when nothing is missing."""
-    own = root / MODEL
+def test_an_existing_tokenizer_is_kept(hub, capsys):
+    """A line says so, even if nothing is missing."""
+    own = hub.root / MODEL
     own.parent.mkdir(parents=True)
     own.write_bytes(b"a model of one's own")
     for _ in range(2):
-        download(root, train_shards=0)
+        download(hub.root, train_shards=0)
         assert own.read_bytes() == b"a model of one's own"
         assert capsys.readouterr().err.count(f"{own} is kept") == 1
 
 
-def test_what_the_hub_has_damaged_or_lacks(hub, root):
+def test_damaged_and_missing_files_on_the_hub(hub):
     os.truncate(hub.folder / TRAIN[0], 1900)
     with pytest.raises(RuntimeError, match=f"{TRAIN[0]}.*header says 1000 tokens"):
-        download(root, train_shards=1)
-    assert not (root / TRAIN[0]).exists()
+        download(hub.root, train_shards=1)
+    assert not (hub.root / TRAIN[0]).exists()
     with pytest.raises(ValueError, match="--variant sp999.*sp1024, .*byte260"):
-        download(root, variant="sp999")
+        download(hub.root, variant="sp999")
     with pytest.raises(ValueError, match="--train-shards 4.*has only 3"):
-        download(root, train_shards=4)
+        download(hub.root, train_shards=4)
 
 
-def test_an_interrupted_download(hub, root):
-    """Ctrl-C ends it at once, in mid-file; the same command brings the rest."""
+def test_an_interrupted_download_can_be_continued(hub):
+    """Ctrl-C stops it at once, in the middle of a file; the same command downloads the rest."""
     hub.stalls = TRAIN[0]
-    process = start(hub, root, "1")
+    process = start(hub, "1")
     assert hub.stalled.wait(120)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)  # the hub is still silent
+    _, errors = process.communicate(timeout=120)  # the hub still hangs
     assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
-    assert not (root / TRAIN[0]).exists()
+    assert not (hub.root / TRAIN[0]).exists()
     hub.stalls = ""
-    process = start(hub, root, "--train-shards", "1")
+    process = start(hub, "--train-shards", "1")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert_present(hub, root, *VAL, MODEL, VOCAB, TRAIN[0])
+    assert_present(hub, *VAL, MODEL, VOCAB, TRAIN[0])
 
 
-def test_a_wrong_repository_without_numpy(hub, root, tmp_path):
-    """data/requirements.txt is enough; the error is one line that names repository and hub."""
+def test_a_wrong_repository_is_one_error(hub, tmp_path):
+    """It names repository and hub. The download needs no numpy."""
     (tmp_path / "numpy.py").write_text("raise ImportError('No module')")
-    process = start(hub, root, MATCHED_FINEWEB_REPO_ID="no/body", PYTHONPATH=str(tmp_path))
+    process = start(hub, MATCHED_FINEWEB_REPO_ID="no/body", PYTHONPATH=str(tmp_path))
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and len(errors.splitlines()) == 1, errors
     assert "no/body" in errors and hub.url in errors and "MATCHED_FINEWEB_REPO_ID" in errors

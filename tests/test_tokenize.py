@@ -105,13 +105,11 @@ def pieces(model: bytes) -> list[str]:
 def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
     """The same pieces as SentencePiece's own trainer makes, which skips long documents."""
     docs = write_documents(tmp_path / "docs_selected.jsonl", TEXTS + ODD_TEXTS)
-    sidecar = {"docs_val": 4, "shuffle_seed": 7}
-    (tmp_path / SIDECAR).write_text(json.dumps(sidecar))
+    (tmp_path / SIDECAR).write_text('{"docs_val": 4, "shuffle_seed": 7}')
     manifest = run(tmp_path, specs=SPECS[:2], docs=docs)
     assert (manifest["num_val_docs"], manifest["shuffle_seed"]) == (4, 7)
-    assert manifest["docs_meta"]["source_sidecar"] == sidecar
-    sentences = [text.replace("\0", " ").strip() for text in TEXTS + ODD_TEXTS]
-    sentences = [sentence for sentence in sentences if sentence]
+    assert manifest["docs_meta"]["source_sidecar"] == {"docs_val": 4, "shuffle_seed": 7}
+    sentences = list(filter(None, (text.replace("\0", " ").strip() for text in TEXTS + ODD_TEXTS)))
     own = {"character_coverage": 0.999, "hard_vocab_limit": False}
     whole = pieces(train_tokenizer(sentence_iterator=iter(sentences), **own))
     assert pieces((tmp_path / "out/tokenizers/fineweb_384_bpe.model").read_bytes()) == whole
@@ -126,16 +124,15 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
     assert f"sp_bpe_384: 384 pieces, trained on {report}\n" in capsys.readouterr().out
 
 
-def test_the_manifest(exported):
-    """The keys that other tools read."""
+def test_the_manifest_and_the_byte_dataset(exported):
+    """The manifest has the keys that other tools read. A byte's token is the byte plus 4."""
     manifest = json.loads((exported / "manifest.json").read_text())
     stats = manifest["datasets"][0].pop("stats")
     assert (stats["docs_val"], stats["docs_train"]) == (4, 48)
     assert stats["tokens_total"] == stats["tokens_val"] + stats["tokens_train"]
     assert manifest["num_docs"] == 52 and manifest["shard_size"] == 20_000
     sha256 = hashlib.sha256((exported.parent / "docs.jsonl").read_bytes()).hexdigest()
-    assert manifest["docs_meta"]["docs_sha256"] == sha256
-    assert manifest["tokenizer_specs"] == SPECS
+    assert manifest["docs_meta"]["docs_sha256"] == sha256 and manifest["tokenizer_specs"] == SPECS
     ids = {"bos_id": 1, "eos_id": 2, "recommended_bigram_vocab_size": 1920}
     assert manifest["datasets"][0] == {
         "name": "fineweb10B_sp384", "tokenizer_name": "sp_bpe_384", "vocab_size": 384, **ids,
@@ -143,9 +140,6 @@ def test_the_manifest(exported):
         "train_glob": "datasets/fineweb10B_sp384/fineweb_train_*.bin",
         "val_glob": "datasets/fineweb10B_sp384/fineweb_val_*.bin",
     }  # fmt: skip
-
-
-def test_bytes_as_tokens(exported):
     tokens = [1, *(byte + 4 for byte in TEXTS[4].encode())]
     shard = exported / "datasets/fineweb10B_byte260/fineweb_train_000000.bin"
     assert np.fromfile(shard, "<u2", len(tokens), offset=1024).tolist() == tokens
@@ -159,38 +153,33 @@ def specs_of(tmp_path, content, **options) -> list:
     return read_specs(argparse.Namespace(**options))
 
 
-@pytest.mark.parametrize(
-    "entry, expected",
-    [
-        (OUR_SPEC, "sp_bpe_1024 sp1024 fineweb_1024_bpe.model"),
-        ({"kind": "sentencepiece", "vocab_size": 9, "name": None, "dataset_suffix": "d"},
-         "sp_bpe_9 d fineweb_9_bpe.model"),
-        ({"builder": "a.b:build_sentencepiece_tokenizer", "vocab_size": 7, "model_prefix": "p"},
-         "sp_bpe_7 sp7 p.model"),
-        ({"kind": "byte", "name": "n"}, "n byte260 fineweb_pure_byte_260.json"),
-        ({"builder": "a.b:build_pure_byte_tokenizer", "filename": "f"}, "pure_byte_260 byte260 f"),
-        ({"vocab_size": "512"}, "sp_bpe_512 sp512 fineweb_512_bpe.model"),
-    ],
-)  # fmt: skip
-def test_specs_that_players_have_are_accepted(tmp_path, entry, expected):
-    for content in ([entry], {"tokenizers": [entry]}, {"tokenizer_specs": [entry]}):
-        (spec,) = specs_of(tmp_path, content)
-        assert f"{spec.name} {spec.dataset} {spec.file}".replace("fineweb10B_", "") == expected
-        assert spec.kind == ("byte" if "byte" in expected else "sentencepiece_bpe")
+def test_specs_that_players_have_are_accepted(tmp_path):
+    players = {
+        "sp_bpe_1024 sp1024 fineweb_1024_bpe.model": OUR_SPEC,
+        "sp_bpe_9 d fineweb_9_bpe.model":
+            {"kind": "sentencepiece", "vocab_size": 9, "name": None, "dataset_suffix": "d"},
+        "sp_bpe_7 sp7 p.model":
+            {"builder": "a:build_sentencepiece_tokenizer", "vocab_size": "7", "model_prefix": "p"},
+        "n byte260 fineweb_pure_byte_260.json": {"kind": "byte", "name": "n"},
+        "pure_byte_260 byte260 f": {"builder": "a.b:build_pure_byte_tokenizer", "filename": "f"},
+    }  # fmt: skip
+    for expected, entry in players.items():
+        for content in ([entry], {"tokenizers": [entry]}, {"tokenizer_specs": [entry]}):
+            (spec,) = specs_of(tmp_path, content)
+            assert f"{spec.name} {spec.dataset} {spec.file}".replace("fineweb10B_", "") == expected
+            assert spec.kind == ("byte" if "byte" in expected else "sentencepiece_bpe")
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ([SP, {"vocab_sise": 5}], "tokenizer 2: .*vocab_sise"),
-        ([{"kind": "tiktoken"}], "'tiktoken' is not one of"),
-        ([{"kind": "byte", "vocab_size": 256}], "vocab_size 256 must be 260"),
-        ([SP, {**SP, "name": "n", "model_prefix": "p"}], "2: fineweb10B_sp512 is another"),
-    ],
-)
-def test_bad_specs_are_named(tmp_path, content, words):
-    with pytest.raises(ValueError, match=rf"specs\.json.*{words}"):
-        specs_of(tmp_path, content)
+def test_bad_specs_are_named(tmp_path):
+    bad = {
+        "tokenizer 2: .*vocab_sise": [SP, {"vocab_sise": 5}],
+        "'tiktoken' is not one of": [{"kind": "tiktoken"}],
+        "vocab_size 256 must be 260": [{"kind": "byte", "vocab_size": 256}],
+        "2: fineweb10B_sp512 is another": [SP, {**SP, "name": "n", "model_prefix": "p"}],
+    }
+    for words, content in bad.items():
+        with pytest.raises(ValueError, match=rf"specs\.json.*{words}"):
+            specs_of(tmp_path, content)
 
 
 def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
@@ -223,19 +212,17 @@ def test_your_own_text(tmp_path, capsys):
     """5 % of it validates, all of it trains the tokenizer, and the last line trains on it."""
     (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
     out = tmp_path / "my out"
-    options = ["--docs", f"{tmp_path}/my.txt", "--vocab-size", "60000", "--output-root", str(out)]
-    rebuild.main(options)
+    own = ["--docs", f"{tmp_path}/my.txt", "--vocab-size", "60000"]
+    rebuild.main([*own, "--output-root", str(out)])
     num_docs = len(list(rebuild.read_documents(tmp_path / "my.txt")))
     assert json.loads((out / "manifest.json").read_text())["num_val_docs"] == num_docs // 20 > 1
     size = len(pieces((out / "tokenizers/fineweb_60000_bpe.model").read_bytes()))
     output = capsys.readouterr().out
     assert f"{size} pieces, trained on {num_docs} of {num_docs} documents (100.0 %" in output
     assert f"WARNING: fineweb10B_sp60000 has {size} pieces, not 60000" in output
-    assert output.splitlines()[-1] == (
-        f"DATA_PATH='{out}/datasets/fineweb10B_sp60000' "
-        f"TOKENIZER_PATH='{out}/tokenizers/fineweb_60000_bpe.model' "
-        f"VOCAB_SIZE={size} python {os.path.relpath(ROOT / 'train_gpt.py')}"
-    )
+    data, model = f"{out}/datasets/fineweb10B_sp60000", f"{out}/tokenizers/fineweb_60000_bpe.model"
+    command = f"DATA_PATH='{data}' TOKENIZER_PATH='{model}' VOCAB_SIZE={size} python "
+    assert output.splitlines()[-1] == command + os.path.relpath(ROOT / "train_gpt.py")
 
 
 def test_plain_text_is_cut_at_blank_lines(tmp_path):
@@ -245,10 +232,7 @@ def test_plain_text_is_cut_at_blank_lines(tmp_path):
     (tmp_path / "my.txt").write_bytes(text.replace("\n", "\r\n").encode())
     documents = list(rebuild.read_documents(tmp_path / "my.txt"))
     assert documents == [f"{a}\n\n{b}\n\n{c}", f"{d}\n\n{e}"]
-
-
-def test_json_lines_may_have_any_name_and_blank_lines(tmp_path):
-    """Half a surrogate pair becomes a question mark."""
+    # JSON lines may have any name and blank lines. Half a surrogate pair becomes "?".
     (tmp_path / "my.txt").write_text('\n{"text": "a \\ud800"}\n\n{"text": "b"}\n')
     assert list(rebuild.read_documents(tmp_path / "my.txt")) == ["a ?", "b"]
 
@@ -257,34 +241,30 @@ def test_long_texts_become_lines_for_the_tokenizers_training():
     text = "word " * 2000 + "\n" + "\u4e2d" * 5000 + "\nend"
     sentences = list(sentences_of([text], 4192, True, Counter()))
     assert max(len(sentence.encode()) for sentence in sentences) <= 4192
-    assert "".join(" ".join(sentences).split()) == "".join(text.split())
-    assert sentences[0][-4:] == "word" and sentences[-1] == "end"
+    assert "".join(sentences).replace(" ", "") == "".join(text.split())
+    assert sentences[0].endswith(" word") and sentences[-1] == "end"
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
+def test_bad_documents_are_named(tmp_path):
+    bad = [
         ("a.txt", gzip.compress(b"a"), "gzip"), ("a.jsonl", lzma.compress(b"a"), "xz"),
         ("a", bz2.compress(b"a"), "bzip2"), ("a", b"(\xb5/\xfd$", "zstd"), ("a", b"PK\3\4", "zip"),
         ("a.txt", b"a \xe9", "must be UTF-8"), ("a.txt", b"", "has 0 documents"),
         ("a.txt", b"one", "has 1 documents, .*blank lines"), ("a.json", b"[]", "line 1 must be"),
         ("a", b'{"text": "a"}\n\n{', "line 3 must be"), ("a", b'{"text": 5}', "line 1 must be"),
-    ],
-)  # fmt: skip
-def test_bad_documents_are_named(tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(content)
-    assert re.search(rf"{name}:? .*{words}", failure(tmp_path, docs=tmp_path / name))
+    ]  # fmt: skip
+    for name, content, words in bad:
+        (tmp_path / name).write_bytes(content)
+        assert re.search(rf"/{name}:? .*{words}", failure(tmp_path, docs=tmp_path / name))
 
 
 def test_errors_are_one_line(tmp_path, capsys):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
-    specs = [{**SP, "trainer_overrides": {"coverage": 1}}]
-    message = failure(tmp_path, specs=specs, docs=docs)
+    message = failure(tmp_path, specs=[{**SP, "trainer_overrides": {"coverage": 1}}], docs=docs)
     assert "sp_bpe_512" in message and "coverage" in message
     assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=docs)
-    assert "nowhere.jsonl" in failure(tmp_path, docs="nowhere.jsonl")
     assert "--reuse-sp-model: " in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
-    for sidecar, words in (("[]", "a JSON object"), ('{"docs_val": null}', "and 50000")):
+    for sidecar, words in (("[]", "a JSON object"), ('{"docs_val": null}', "get 50000")):
         (tmp_path / SIDECAR).write_text(sidecar)
         assert words in failure(tmp_path, docs=docs)
     with pytest.raises(SystemExit):
