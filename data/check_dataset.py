@@ -34,7 +34,7 @@ def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[np.ndarray, list
             chunk = np.fromfile(file, "<u2", CHUNK)
     largest = max(np.flatnonzero(id_counts), default=0)
     if largest >= sp.vocab_size():
-        raise ValueError(f"{path}: token {largest} of {sp.vocab_size()} pieces: {WRONG_TOKENIZER}")
+        raise ValueError(f"{path}: id {largest}, but {sp.vocab_size()} pieces: {WRONG_TOKENIZER}")
     # The tokens before the first BOS and after the last one may be parts of documents.
     documents = np.split(first, np.flatnonzero(first == sp.bos_id()))[1:-1]
     sample = [document[1:].tolist() for document in documents[:SAMPLE]]
@@ -106,7 +106,7 @@ def compare_with_manifest(path: Path, name: str, found: dict[str, int]) -> list[
 
 
 def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
-    """Print counts and return a line for each problem. Raises ValueError or OSError for others."""
+    """Print counts and return a line for each problem. Raises ValueError or OSError to stop."""
     if not any(folder.glob("fineweb_*.bin")):
         raise ValueError(f"{folder} has no fineweb_*.bin: give the folder that has the shards")
     place = manifest or folder.parent.parent / MANIFEST

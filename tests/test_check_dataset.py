@@ -54,6 +54,7 @@ def test_a_good_dataset_gives_its_counts(capsys, monkeypatch, folder, tokenizer)
 
 
 def test_damaged_and_missing_shards_are_named(capsys, folder, tokenizer):
+    write_manifest(folder, stats={"tokens_val": 1500, "files_train": 2})
     last = folder / "fineweb_train_000001.bin"
     write_shard(folder / VAL, read(folder / VAL), magic=7)
     write_shard(last, read(last), count=100)
@@ -73,7 +74,7 @@ def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
     assert "only 0 of " in line and "set --tokenizer" in line
     write_shard(folder / TRAIN, [*read(folder / TRAIN)[:-7], VOCAB_SIZE])
     (line,) = problems_of(capsys, folder, tokenizer)
-    assert str(folder / TRAIN) in line and "token 384 of 384 pieces: set --tokenizer" in line
+    assert str(folder / TRAIN) in line and "id 384, but 384 pieces: set --tokenizer" in line
     write_shard(folder / VAL, read(folder / VAL).clip(2))
     (line,) = problems_of(capsys, folder, tokenizer)
     assert "no val token is BOS (1): set --tokenizer" in line

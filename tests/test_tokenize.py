@@ -225,14 +225,13 @@ def test_your_own_text(tmp_path, capsys):
     assert output.splitlines()[-1] == command + os.path.relpath(ROOT / "train_gpt.py")
 
 
-def test_plain_text_is_cut_at_blank_lines(tmp_path):
-    """A document ends at the first one after 2,000 bytes."""
+def test_documents_of_plain_text_and_json_lines(tmp_path):
+    """Text is cut at the first blank line after 2,000 bytes. JSON lines may have any name."""
     a, b, c, d, e = ("\u00e9\n" + letter * 700 for letter in "abcde")
     text = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"])
     (tmp_path / "my.txt").write_bytes(text.replace("\n", "\r\n").encode())
     documents = list(rebuild.read_documents(tmp_path / "my.txt"))
     assert documents == [f"{a}\n\n{b}\n\n{c}", f"{d}\n\n{e}"]
-    # JSON lines may have any name and blank lines. Half a surrogate pair becomes "?".
     (tmp_path / "my.txt").write_text('\n{"text": "a \\ud800"}\n\n{"text": "b"}\n')
     assert list(rebuild.read_documents(tmp_path / "my.txt")) == ["a ?", "b"]
 
