@@ -42,7 +42,7 @@ def is_whole(file: Path) -> bool:
 
 
 def fetch(path: str, repo_id: str, remote_root: str, **options: Any) -> Path:
-    """Download a file of a dataset repository into the client's cache. Raises what that raises."""
+    """Return the path of a file in the client's cache; the client downloads it if it must."""
     name = f"{remote_root.strip('/')}/{path}".lstrip("/")
     return Path(hf_hub_download(repo_id, name, repo_type="dataset", **options))
 
@@ -91,7 +91,7 @@ def download_files(paths: list[str], root: Path) -> None:
         for job in tqdm(as_completed(jobs), total=len(jobs), unit="file"):
             job.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # main ends what is still running
+        pool.shutdown(wait=False, cancel_futures=True)  # main() ends other threads
 
 
 def list_files(path: Path, variant: str, train_shards: int | None) -> tuple[list[str], list[str]]:

@@ -106,7 +106,7 @@ def compare_with_manifest(path: Path, name: str, found: dict[str, int]) -> list[
 
 
 def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
-    """Print counts and return a line for each problem. Raises ValueError or OSError to stop."""
+    """Print counts and return a line for each problem. Raises ValueError or OSError."""
     if not any(folder.glob("fineweb_*.bin")):
         raise ValueError(f"{folder} has no fineweb_*.bin: give the folder that has the shards")
     place = manifest or folder.parent.parent / MANIFEST

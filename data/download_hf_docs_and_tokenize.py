@@ -33,7 +33,7 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 PIPED_DOCS = "docs_piped"  # a copy of documents from a pipe
 DEFAULT_NUM_VAL_DOCS = 50_000
-# A document of plain text ends at the first blank line after 2,000 bytes.
+# Plain text: a document ends at the first blank line after 2,000 bytes, or with the file.
 TEXT_DOCUMENT = re.compile(rb"(?s)\S.{1999,}?(?=\n\s*\n|\Z)|\S.*")
 COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd", b"BZh": "bzip2"}
 COMPRESSED |= {b"PK\3\4": "zip"}
@@ -263,13 +263,13 @@ def main(arguments: list[str] | None = None) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--vocab-size", help="make one SentencePiece tokenizer", **number)
     which.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")
-    val = "validation documents (default: 5 %% of your own; the sidecar's number or 50000)"
+    val = "validation documents (default: the hub's number, or 5 %% of your own)"
     parser.add_argument("--num-val-docs", type=int, metavar="N", help=val)
     parser.add_argument("--chunk-tokens", default=100_000_000, help="tokens in a shard", **number)
     parser.add_argument("--tokenizer-train-docs", help="train on the first N documents", **number)
     parser.add_argument("--skip-byte", action="store_true", help="make no byte dataset")
     reuse = {"type": size_and_model, "metavar": "VOCAB_SIZE=MODEL", "action": "append"}
-    parser.add_argument("--reuse-sp-model", help="do not train this one", default=[], **reuse)
+    parser.add_argument("--reuse-sp-model", help="use a model you have", default=[], **reuse)
     args = parser.parse_args(arguments)
     try:
         rebuild(args)
