@@ -106,7 +106,7 @@ def count_splits(args: argparse.Namespace, docs: Path, sidecar: dict | None) -> 
         num_val_docs = DEFAULT_NUM_VAL_DOCS if docs_val is None else docs_val
     if not isinstance(num_val_docs, int) or not 0 <= num_val_docs <= most:
         raise ValueError(
-            f"{docs} has {num_docs} documents, and validation cannot get {num_val_docs}: set "
+            f"{docs} has {num_docs} documents, and validation cannot get {num_val_docs!r}: set "
             "--num-val-docs, or put blank lines between the documents of plain text"
         )
     return {"val": num_val_docs, "train": num_docs - num_val_docs}
