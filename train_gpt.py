@@ -3,13 +3,13 @@
     PRESET=demo python train_gpt.py                           a laptop: 2.02 bits per byte in 100 s
     python train_gpt.py                                       one GPU, FineWeb: no results yet
     torchrun --standalone --nproc_per_node=8 train_gpt.py     eight GPUs: no results yet
+    python train_gpt.py --help                                all knobs
 
 Every knob is an environment variable: a field of Hyperparameters, in capitals. The last line of the
-log is the result: the score of the compressed model on the disk.
+log is the score of the compressed model.
 
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data, Evaluation, Export.
-Machinery, rarely edited: Runtime, Checkpoints, Training (where micro-steps add up and gradients are
-synchronized), main.
+Machinery: Runtime, Checkpoints, Training (gradient accumulation, the loop), main.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
@@ -17,26 +17,26 @@ K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (pro
 
 import contextlib
 import difflib
-import fcntl
 import glob
 import hashlib
+import inspect
 import io
 import json
 import math
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
 import uuid
+import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import sentencepiece
@@ -49,15 +49,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class InputError(ValueError):
-    """Something the user can put right. The message names it, its value and the way out."""
+    """A user error. The message says how to fix it."""
 
 
-def require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise InputError(problem)
-
-
-# ---- Hyperparameters -----------------------------------------------------------------------------
+# ---- Hyperparameters -------------
 CONTROL_TENSOR_NAME_PATTERNS = tuple(
     "attn_scale attn_scales mlp_scale mlp_scales resid_mix resid_mixes q_gain skip_weight "
     "skip_weights".split()
@@ -77,72 +72,69 @@ ABOVE_0 = tuple(
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on. Where 0 switches
-    something off, so does any number below 0."""
+    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on. Where 0 disables
+    something, so does a negative value."""
 
     # run
     preset: str = ""  # "" or "demo": other defaults
     run_id: str = field(default_factory=lambda: str(uuid.uuid4()))  # names log and checkpoint
-    seed: int = 1337  # of Python, NumPy and torch
-    output_dir: str = "."  # of everything that a run writes
+    seed: int = 1337  # for Python, NumPy and torch
+    output_dir: str = "."  # for all files of the run
     checkpoint_every: int = 0  # steps; 0: only when a signal stops the run
-    resume: str = ""  # checkpoint to go on from; auto: that of this RUN_ID, if there is one
-    eval_only: str = ""  # checkpoint or final_model file: score it, train nothing
-    # machine
-    device: str = "auto"  # cuda, cpu; auto: cuda if there is one
-    dtype: str = "auto"  # of activations, embedding, Muon: bf16, fp32; auto: bf16 if a GPU has it
+    resume: str = ""  # a checkpoint; auto: this RUN_ID's, if it exists
+    eval_only: str = ""  # checkpoint or final_model file to score
+    device: str = "auto"  # cuda, cpu; auto: cuda if available
+    dtype: str = "auto"  # bf16, fp32; auto: bf16 if the GPU has it
     compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda
-    activation_checkpoint: bool = False  # less memory: the backward pass computes each block again
-    # data
     data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
     tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # SentencePiece model
     # validation and logging
     val_batch_size: int = 524_288  # tokens, over all ranks and slots
     val_loss_every: int = 1000  # steps, step 0 included; 0: only at the end
-    max_val_tokens: int = 0  # a shorter, "partial" validation; 0: the whole split
-    eval_stride: int = 0  # a second score in windows that begin so many tokens apart; 0: none
-    train_log_every: int = 200  # steps, after the first ten; 0: none
+    max_val_tokens: int = 0  # for a shorter validation; 0: the whole split
+    eval_stride: int = 0  # stride of the final score, in tokens; 0: TRAIN_SEQ_LEN
+    train_log_every: int = 200  # steps, after the first ten; 0 disables it
     # length of the run
     iterations: int = 20_000  # optimizer steps at most
-    warmdown_iters: int = 1200  # steps in which the rate falls to 0 (see lr_factor); 0: none
-    warmdown_frac: float = 0.0  # instead: the last fraction of the run, in steps or in time
-    warmup_steps: int = 20  # steps that prime compilation and are undone
-    train_batch_tokens: int = 524_288  # tokens in an optimizer step
-    batch_slots: int = 8  # equal parts of a batch, so that 1, 2, 4, 8 processes take the same step
+    warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
+    warmdown_frac: float = 0.0  # of the run; replaces WARMDOWN_ITERS
+    warmup_steps: int = 20  # to compile, then undone
+    train_batch_tokens: int = 524_288  # tokens per optimizer step
+    batch_slots: int = 8  # micro-batches per step: 1, 2, 4 or 8 ranks take the same step
     train_seq_len: int = 1024  # T
-    max_wallclock_seconds: float = 600.0  # of training time; 0: no cap
+    max_wallclock_seconds: float = 600.0  # of training; 0: no cap
     # model
-    vocab_size: int = 1024  # V, the size of the tokenizer
+    vocab_size: int = 1024  # V, the tokenizer's size
     num_layers: int = 9  # L
     model_dim: int = 512  # D
     num_heads: int = 8  # H, query heads
     num_kv_heads: int = 4  # K, key/value heads
-    mlp_mult: int = 2  # hidden width of the MLP, in D
+    mlp_mult: int = 2  # hidden width of the MLP / D
     tie_embeddings: bool = True  # the output layer is the embedding
-    rope_base: float = 10_000.0  # the longest rotary wavelength is near 2 pi times this, in tokens
-    logit_softcap: float = 30.0  # logits stay between minus and plus this
-    qk_gain_init: float = 1.5  # factor of each head's queries at the start
+    rope_base: float = 10_000.0  # longest wavelength: about 2 pi times this, in tokens
+    logit_softcap: float = 30.0  # cap * tanh(logits / cap)
+    qk_gain_init: float = 1.5  # initial gain of each head's queries
     # optimizers
     embed_lr: float = 0.6  # Adam, untied embedding
     head_lr: float = 0.008  # Adam, untied lm_head
     tied_embed_lr: float = 0.05  # Adam, tied embedding
-    tied_embed_init_std: float = 0.005  # of a tied embedding at the start
+    tied_embed_init_std: float = 0.005  # of a tied embedding
     matrix_lr: float = 0.04  # Muon, matrices of the blocks
     scalar_lr: float = 0.04  # Adam, vectors and control tensors
     muon_momentum: float = 0.95  # after its warm-up
     muon_backend_steps: int = 5  # Newton-Schulz iterations
     muon_momentum_warmup_start: float = 0.85  # momentum at step 0
-    muon_momentum_warmup_steps: int = 500  # 0: muon_momentum at once
+    muon_momentum_warmup_steps: int = 500  # 0: no warm-up
     beta1: float = 0.9  # Adam
     beta2: float = 0.95  # Adam
     adam_eps: float = 1e-8  # Adam
-    grad_clip_norm: float = 0.0  # largest norm of all gradients together; 0: off
+    grad_clip_norm: float = 0.0  # global norm; 0: no clipping
     # export
     control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # Adam, fp32
     int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # if small
 
     def files(self, split: str) -> str:
-        """The glob pattern of the "train" or "val" shards."""
+        """Glob pattern of the "train" or "val" shards."""
         return f"{glob.escape(self.data_path)}/fineweb_{split}_*.bin"
 
     def checkpoint_path(self) -> Path:
@@ -150,27 +142,24 @@ class Hyperparameters:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
-        """Defaults, then the preset, then the environment. Raises InputError."""
+        """The environment overrides the preset, which overrides the defaults."""
         texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
         if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
             patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
             texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
-        values = {}
-        for knob in fields(cls):
-            name = knob.name.upper()
-            if name in texts:
-                values[knob.name] = parse_knob(name, texts[name], knob.type)
-        hp = cls(**values)
+        given = [knob for knob in fields(cls) if knob.name.upper() in texts]
+        hp = cls(**{knob.name: parse_knob(knob, texts[knob.name.upper()]) for knob in given})
         hp.check()
-        named = hp.resume != "auto" or "RUN_ID" in environ
-        require(named, "RESUME='auto' needs the RUN_ID of the run to go on with: set it")
+        if hp.resume == "auto" and "RUN_ID" not in environ:
+            raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
         return hp
 
     def check(self) -> None:
-        """Raise InputError for the first knob that cannot work."""
+        """Raise InputError for the first invalid knob."""
         values = asdict(self)
         for name in ABOVE_0:
-            require(values[name] > 0, f"{name.upper()}={values[name]} must be above 0")
+            if not values[name] > 0:
+                raise InputError(f"{name.upper()}={values[name]} must be above 0")
         H, T = self.num_heads, self.train_seq_len
         unit = self.batch_slots * T
         units = f"{unit}: BATCH_SLOTS={self.batch_slots} times TRAIN_SEQ_LEN={T}"
@@ -185,70 +174,74 @@ class Hyperparameters:
             ("val_batch_size", self.val_batch_size >= unit, f"at least {units}"),
             ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
         ]
-        for name, is_right, rule in rules:
-            require(is_right, f"{name.upper()}={values[name]!r} must be {rule}")
+        for name, is_valid, rule in rules:
+            if not is_valid:
+                raise InputError(f"{name.upper()}={values[name]!r} must be {rule}")
 
     def changed(self) -> str:
-        """Each knob that differs from its default, as NAME=value. (RUN_ID has no default.)"""
-        knobs = [knob for knob in fields(self) if knob.name != "run_id"]
-        values = [(knob, getattr(self, knob.name)) for knob in knobs]
+        """NAME=value for each knob that differs from its default. (RUN_ID has none.)"""
+        values = [
+            (knob, getattr(self, knob.name)) for knob in fields(self) if knob.name != "run_id"
+        ]
         return " ".join(f"{k.name.upper()}={value}" for k, value in values if value != k.default)
 
 
-def parse_knob(name: str, text: str, kind: Any) -> Any:
-    """Raises InputError if the text of variable `name` is not a value of type `kind`."""
-    if kind == tuple[str, ...]:
+def parse_knob(knob: Field, text: str) -> Any:
+    """Convert the text of an environment variable to a value."""
+    if knob.type == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
-        return {"0": False, "1": True}[text] if kind is bool else kind(text)
+        return {"0": False, "1": True}[text] if knob.type is bool else knob.type(text)
     except (KeyError, ValueError):
-        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
-        raise InputError(f"{name}={text!r} must be {wanted}") from None
+        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[knob.type]
+        raise InputError(f"{knob.name.upper()}={text!r} must be {wanted}") from None
 
 
 def near_knobs(environ: Mapping[str, str]) -> list[str]:
-    """A line for each variable that is not a knob but looks like one."""
+    """A line for each variable that looks like a knob but is not one."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
-    lines = []
-    for name in sorted(environ.keys() - knobs):
-        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
-            lines.append(f"unknown_knob:{name!r} is ignored: did you mean {knob}?")
-    return lines
+    return [
+        f"unknown_knob:{name!r} is ignored: did you mean {knob}?"
+        for name in sorted(environ.keys() - knobs)
+        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85)
+    ]
 
 
 def prepare_demo(hp: Hyperparameters) -> str:
-    """Build the demo's data, if it is not there yet. Returns what the builder says."""
+    """Build the demo's data, unless it exists. Returns the builder's output."""
     script = Path(__file__).with_name("data") / "demo_corpus.py"
     command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    require(result.returncode == 0, f"PRESET=demo: {script} failed")
+    if result.returncode != 0:
+        raise InputError(f"PRESET=demo: {script} failed")
     return result.stdout.rstrip()
 
 
 def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether the full name of a parameter holds one of the patterns."""
+    """Whether a parameter's full name contains one of the patterns."""
     return any(pattern in name for pattern in patterns)
 
 
-# ---- Model ---------------------------------------------------------------------------------------
+# ---- Model -----------------------
+# dtypes: activations, the embedding and Muon's updates are bf16 on a GPU that has it, else fp32.
+# Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32.
 def rms_norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without a weight."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 class CastedLinear(nn.Linear):
-    """A linear layer with its weight in fp32, cast to the input's dtype. The model calls each, so
-    that what you add here acts. (A tied output layer is not one: it uses the embedding.)"""
+    """Every linear layer goes through here, except a tied output, which is the embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
-def rotary_tables(seq_len: int, head_width: int, base: float) -> Tensor:
+def rotary_tables(seq_len: int, head_dim: int, base: float) -> Tensor:
     """cos and sin of the angles t * base**(-2j/h), (2, T, h/2): RoPE (Su et al., 2021)."""
-    # In bf16 most positions beyond 256 would equal a neighbour.
-    frequencies = base ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
+    # Computed in fp32: in bf16 most positions beyond 256 would equal a neighbor.
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 
@@ -259,11 +252,12 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
-def attention_backends(device: torch.device) -> list[SDPBackend]:
-    """What PyTorch may compute attention with, best first."""
+def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
+    """The attention kernels that PyTorch may use, best first."""
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    # cuDNN is the fastest on Hopper (sm_90). On Blackwell it has returned wrong numbers.
-    if device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9:
+    # cuDNN is fastest on Hopper (sm_90), but was wrong on Blackwell and at other lengths.
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
+    if is_hopper and seq_len % 128 == 0:
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)
     return backends
 
@@ -271,14 +265,17 @@ def attention_backends(device: torch.device) -> list[SDPBackend]:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
-    # Not a global setting: torch's cache would reuse graphs that were compiled for another one.
-    with sdpa_kernel(attention_backends(q.device), set_priority=True):
+    if q.device.type == "cuda" and q.dtype == torch.float32:
+        # No fused fp32 kernel supports grouped queries, and MATH needs twice the memory.
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    # Set per call: torch's cache of compiled graphs ignores the global flags.
+    with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2)
 
 
 class CausalSelfAttention(nn.Module):
-    """Grouped-query attention of normed and rotated queries and keys. layer: 0 to L - 1."""
+    """Grouped-query attention with normed and rotated queries and keys. layer: 0 to L - 1."""
 
     def __init__(self, hp: Hyperparameters, layer: int) -> None:
         super().__init__()
@@ -321,7 +318,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Mixes the embedding back in, then adds attention, then the MLP."""
+    """Mix the embedding back in, then add attention, then the MLP."""
 
     def __init__(self, hp: Hyperparameters, layer: int) -> None:
         super().__init__()
@@ -341,24 +338,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder whose later layers add what the earlier ones left on a stack (as in a U-Net). dtype
-    is that of activations and embedding. Built on the CPU, its weights follow from torch's seed:
-
-        tok_emb                                 N(0, TIED_EMBED_INIT_STD); untied: N(0, 1)
-        c_q, c_k, c_v, mlp.fc                   uniform, as torch has it for nn.Linear
-        attn.proj, mlp.proj, lm_head            zero
-        attn_scale, mlp_scale, skip_weights     one
-        resid_mix, q_gain                       (one, zero), QK_GAIN_INIT
-    """
+    """A decoder with U-Net skips: each layer of the second half adds its mirror's output."""
 
     def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         D = hp.model_dim
         self.hp = hp
         self.dtype = dtype
-        self.num_encoder_layers = hp.num_layers // 2  # they push; as many later layers pop
+        self.num_encoder_layers = hp.num_layers // 2
         self.tok_emb = nn.Embedding(hp.vocab_size, D)
-        # Without encoder layers it is empty and gets no gradient, for which DDP would wait.
+        # Empty if L = 1: DDP would wait forever for its gradient.
         skip_weights = torch.ones(self.num_encoder_layers, D)
         self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_encoder_layers > 0)
         self.blocks = nn.ModuleList(Block(hp, layer) for layer in range(hp.num_layers))
@@ -369,7 +358,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """After torch's own. Matrices are rounded to bf16, so that all dtypes start alike."""
+        """Override torch's defaults. Matrices are rounded to bf16: all dtypes start alike."""
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.proj.weight.zero_()
@@ -392,20 +381,18 @@ class GPT(nn.Module):
         return losses.view_as(target_ids) if reduction == "none" else losses
 
     def logits(self, input_ids: Tensor) -> Tensor:
-        """What comes after each of input_ids (B, T): fp32 (B*T, V)."""
+        """Next-token logits for input_ids (B, T): fp32 (B*T, V)."""
         cos, sin = self.rotary[:, : input_ids.size(1), None].to(self.dtype)
         x = rms_norm(self.tok_emb(input_ids).to(self.dtype))  # (B, T, D)
         x0 = x
         skips = []
-        for i, block in enumerate(self.blocks):
-            if i >= self.num_encoder_layers and skips:
-                x = x + self.skip_weights[i - self.num_encoder_layers].to(x.dtype) * skips.pop()
-            if self.hp.activation_checkpoint and self.training:
-                x = torch.utils.checkpoint.checkpoint(block, x, x0, cos, sin, use_reentrant=False)
-            else:
-                x = block(x, x0, cos, sin)
-            if i < self.num_encoder_layers:
-                skips.append(x)
+        for block in self.blocks[: self.num_encoder_layers]:
+            x = block(x, x0, cos, sin)
+            skips.append(x)
+        for i, block in enumerate(self.blocks[self.num_encoder_layers :]):
+            if skips:  # an odd L leaves the last layer without a mirror
+                x = x + self.skip_weights[i].to(x.dtype) * skips.pop()
+            x = block(x, x0, cos, sin)
         x = rms_norm(x).flatten(0, 1)
         if self.lm_head is None:
             logits = F.linear(x, self.tok_emb.weight.to(x.dtype))
@@ -415,14 +402,14 @@ class GPT(nn.Module):
         return (softcap * torch.tanh(logits / softcap)).float()
 
 
-# ---- Optimizers ----------------------------------------------------------------------------------
-# Which group a parameter outside the blocks belongs to, by the beginning of its name.
+# ---- Optimizers ------------------
+# Optimizer group of each parameter outside the blocks, by name prefix.
 OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not resumed: the knobs apply
 
 
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
-    """Bring the singular values of each wide matrix in stack (n, rows, columns) near 1, in its
-    dtype, by the quintic iteration of Muon (Keller Jordan, 2024)."""
+    """Bring the singular values of each wide matrix in stack (n, rows, columns) close to 1."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
@@ -432,8 +419,8 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Every rank holds all
-    momentum and orthogonalizes its share of the updates, which are then exchanged, in `dtype`."""
+    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Every rank keeps all
+    momentum and orthogonalizes its share of the updates, in `dtype`, which are then all-reduced."""
 
     def __init__(
         self,
@@ -455,10 +442,9 @@ class Muon(torch.optim.Optimizer):
         rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         for group in self.param_groups:
-            params = group["params"]
+            params = [p for p in group["params"] if p.grad is not None]
             updates = self.nesterov(params, group["momentum"])
-            # Rank r orthogonalizes numbers r, r + W, r + 2W, ... and leaves the rest at zero: the
-            # sum over the ranks is then the whole.
+            # Rank r fills in updates r, r + W, r + 2W, ... The others stay zero for the all-reduce.
             sizes = [p.numel() for p in params]
             flat = updates[0].new_zeros(sum(sizes))
             pieces = [u.view_as(p) for u, p in zip(flat.split(sizes), params, strict=True)]
@@ -471,7 +457,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, pieces, alpha=-group["lr"])
 
     def nesterov(self, params: list[nn.Parameter], momentum: float) -> list[Tensor]:
-        """Advance the momentum of params; their updates, in `dtype`."""
+        """Update the momentum of params. Returns their updates, in `dtype`."""
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -483,7 +469,7 @@ class Muon(torch.optim.Optimizer):
         return [update.to(self.dtype) for update in updates]
 
     def orthogonalize(self, matrices: list[Tensor], steps: int) -> list[Tensor]:
-        """Newton-Schulz of each matrix, one call a shape, times sqrt(max(1, rows / columns))."""
+        """Apply Newton-Schulz, one call per shape, and multiply by sqrt(max(1, rows / columns))."""
         wide = [matrix.mT if matrix.size(0) > matrix.size(1) else matrix for matrix in matrices]
         results = list(matrices)
         for shape in sorted({matrix.shape for matrix in wide}):
@@ -496,59 +482,64 @@ class Muon(torch.optim.Optimizer):
 
 
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
-    """Sends each parameter of a GPT to one group: "matrix" is Muon's, the others are Adam's."""
+    """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
-    unknown = []
     for name, param in model.named_parameters():
         outside = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
         control = is_control_tensor(name, hp.control_tensor_name_patterns)
         if outside:
             groups[outside[0]].append(param)
         elif not name.startswith("blocks."):
-            unknown.append(name)
+            raise InputError(f"{name} is in no optimizer: add it to OPTIMIZER_GROUPS")
         elif param.ndim == 2 and param.requires_grad and not control:
             groups["matrix"].append(param)
         else:
-            groups["scalar"].append(param)  # Adam passes over what is frozen
-    require(not unknown, f"in no optimizer: {', '.join(unknown)}: add them to OPTIMIZER_GROUPS")
+            groups["scalar"].append(param)  # Adam skips frozen parameters
     return groups
 
 
 def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optimizer]:
-    """Adam and Muon. Each group knows its full learning rate, "base_lr"; set_schedule scales it."""
+    """Adam and Muon. set_schedule scales the full learning rate of each group, its "base_lr"."""
     hp = gpt.hp
-    groups = parameter_groups(gpt, hp)
+    params = parameter_groups(gpt, hp)
     embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
-    rates = {"embed": embed_lr, "head": hp.head_lr, "scalar": hp.scalar_lr}
-    adam_groups = [{"params": groups[name], "lr": lr} for name, lr in rates.items() if groups[name]]
     betas = (hp.beta1, hp.beta2)
-    optimizers = [torch.optim.Adam(adam_groups, betas=betas, eps=hp.adam_eps, fused=True)]
-    if groups["matrix"]:
-        settings = (hp.matrix_lr, hp.muon_momentum, hp.muon_backend_steps, gpt.dtype, compiled)
-        optimizers.append(Muon(groups["matrix"], *settings))
+    adam_groups = [
+        {"params": params["embed"], "lr": embed_lr, "betas": betas},
+        {"params": params["head"], "lr": hp.head_lr, "betas": betas},
+        {"params": params["scalar"], "lr": hp.scalar_lr, "betas": betas},
+    ]
+    adam_groups = [group for group in adam_groups if group["params"]]
+    adam = torch.optim.Adam(adam_groups, eps=hp.adam_eps, fused=True)
+    muon = Muon(
+        params["matrix"],
+        lr=hp.matrix_lr,
+        momentum=hp.muon_momentum,
+        backend_steps=hp.muon_backend_steps,
+        dtype=gpt.dtype,
+        compiled=compiled,
+    )
+    optimizers = [adam, muon]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["base_lr"] = group["lr"]
     return optimizers
 
 
-# ---- Schedules -----------------------------------------------------------------------------------
+# ---- Schedules -------------------
 def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
-    """How much of the run is done, 0 to 1, in steps or in training time, whichever is further."""
-    in_steps = step / max(hp.iterations, 1)
-    in_time = 0.0
-    if hp.max_wallclock_seconds > 0:
-        in_time = elapsed_ms / (1000 * hp.max_wallclock_seconds)
-    return min(max(in_steps, in_time), 1.0)
+    """Fraction of the run that is done, in steps or in training time, whichever is larger."""
+    cap_ms = 1000 * hp.max_wallclock_seconds
+    in_time = elapsed_ms / cap_ms if cap_ms > 0 else 0.0
+    return min(max(step / max(hp.iterations, 1), in_time), 1.0)
 
 
 def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
-    """What scales all learning rates at step (from 0), elapsed_ms into the training time: 1, then a
-    straight line down to 0
+    """Learning-rate multiplier at this step (from 0) and training time: 1, then linear to 0
 
-        WARMDOWN_FRAC > 0      over that part of the run, in steps or time, whichever ends first
-        no wallclock cap       over the last WARMDOWN_ITERS steps
-        under a cap            over the time of so many steps before it; ITERATIONS does not count
+    WARMDOWN_FRAC > 0      over that fraction of the run, in steps or time, whichever ends first
+    no wallclock cap       over the last WARMDOWN_ITERS steps
+    with a cap             over the time that WARMDOWN_ITERS steps take; ITERATIONS is ignored
     """
     if hp.warmdown_frac > 0:
         return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)
@@ -576,7 +567,7 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentu
                 group["momentum"] = momentum
 
 
-# ---- Data ----------------------------------------------------------------------------------------
+# ---- Data ------------------------
 SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic, version, token count, zeros
 SHARD_MAGIC_AND_VERSION = [20240520, 1]
 WAYS_TO_DATA = """\
@@ -585,28 +576,27 @@ WAYS_TO_DATA = """\
 
 
 def load_data_shard(path: str | Path) -> Tensor:
-    """The tokens of a shard, uint16 (n,), mapped into memory. Raises InputError naming the file."""
-    header = np.fromfile(path, "<i4", 3).tolist()
-    is_shard = header[:2] == SHARD_MAGIC_AND_VERSION and len(header) == 3
-    require(is_shard, f"{path}: not a token shard, it begins with {header}: get the file again")
+    """The tokens of a shard, uint16 (n,), memory-mapped. Raises InputError naming the file."""
     size = os.path.getsize(path)
-    fits = header[2] >= 0 and size == SHARD_HEADER_BYTES + 2 * header[2]
-    require(fits, f"{path}: {size} bytes are not {header[2]} tokens: get the file again")
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if header != [*SHARD_MAGIC_AND_VERSION, (size - SHARD_HEADER_BYTES) / 2]:
+        problem = f"{path}: not a whole token shard ({size} bytes, header {header})"
+        raise InputError(f"{problem}: get the file again")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
 
 
 class TokenStream:
-    """The tokens of all shards that match a pattern, in the order of their names, for ever."""
+    """The tokens of all shards that match a pattern, in name order, forever."""
 
     def __init__(self, pattern: str, vocab_size: int = 2**16) -> None:
-        self.paths = sorted(glob.glob(pattern))
-        require(len(self.paths) > 0, f"DATA_PATH has no {pattern}\n{WAYS_TO_DATA}")
         self.vocab_size = vocab_size
+        self.paths = sorted(glob.glob(pattern))
         self.shards = [load_data_shard(path) for path in self.paths]
-        self.shard = 0  # the next token is number `position` of number `shard`
-        self.position = 0
-        require(any(map(len, self.shards)), f"{pattern}: the shards hold no tokens: get them again")
+        if not any(map(len, self.shards)):
+            raise InputError(f"DATA_PATH has no tokens in {pattern}\n{WAYS_TO_DATA}")
+        self.shard = 0  # index of the current shard
+        self.position = 0  # of the next token in it
 
     def take(self, n: int) -> Tensor:
         """The next n tokens, uint16 (n,)."""
@@ -614,8 +604,9 @@ class TokenStream:
         while n > 0:
             part = self.shards[self.shard][self.position : self.position + n]
             largest = part.numpy().max(initial=0)
-            problem = f"{self.paths[self.shard]}: token id {largest} is not in the vocabulary"
-            require(largest < self.vocab_size, f"{problem}, VOCAB_SIZE={self.vocab_size}")
+            if largest >= self.vocab_size:
+                path, size = self.paths[self.shard], self.vocab_size
+                raise InputError(f"{path}: token id {largest} is too large for VOCAB_SIZE={size}")
             parts.append(part)
             n -= len(part)
             self.position += len(part)
@@ -626,14 +617,13 @@ class TokenStream:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Start a copy to the device. From pinned memory the host need not wait for it."""
+    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)
 
 
 class DistributedTokenLoader:
-    """Deals one token stream out to the ranks in disjoint spans, the same for every world size. A
-    span's last token is a target only."""
+    """Shards one token stream into disjoint spans: BATCH_SLOTS a step, the same for all W."""
 
     def __init__(
         self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
@@ -646,17 +636,20 @@ class DistributedTokenLoader:
     def next_batch(
         self, global_tokens: int, seq_len: int, grad_accum_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 (B, T), of a micro-step; global_tokens are a whole step's."""
-        span = global_tokens // (self.world_size * grad_accum_steps) + 1  # with the last target
-        tokens = self.stream.take(self.world_size * span)  # of W spans rank r keeps number r
+        """Inputs and targets, int64 (B, T), of one micro-step. global_tokens: of the whole step."""
+        span = global_tokens // (self.world_size * grad_accum_steps) + 1
+        tokens = self.stream.take(self.world_size * span)
         tokens = upload(tokens.view(-1, span)[self.rank], self.device).to(torch.int64)
         return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
 
 
-# ---- Evaluation ----------------------------------------------------------------------------------
+# ---- Evaluation ------------------
+# The score is in bits per byte (BPB): the cross-entropy of the validation text in bits, over its
+# length in bytes, so that tokenizers can be compared. In windows of T tokens side by side, the
+# first targets have almost no context. Sliding windows begin EVAL_STRIDE tokens apart, overlap, and
+# score only targets that no earlier window scores: nearly all see at least T - EVAL_STRIDE tokens.
 def count_bytes(tokenizer: sentencepiece.SentencePieceProcessor, tokens: np.ndarray) -> int:
-    """The UTF-8 bytes of the text that tokens[1:] stand for. A piece's leading space counts, but
-    not behind a token without text (control, unknown, unused), where no space is written."""
+    """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
     size = tokenizer.vocab_size()
     num_bytes = np.zeros(size, dtype=np.int64)  # of each piece, without a leading space
     has_text = np.zeros(size, dtype=bool)
@@ -666,31 +659,40 @@ def count_bytes(tokenizer: sentencepiece.SentencePieceProcessor, tokens: np.ndar
             continue
         piece = tokenizer.IdToPiece(i)
         has_text[i] = True
-        leading_space[i] = piece.startswith("\u2581")  # a space, as SentencePiece writes it
+        leading_space[i] = piece.startswith("\u2581")  # SentencePiece's mark for a space
         num_bytes[i] = 1 if tokenizer.IsByte(i) else len(piece.removeprefix("\u2581").encode())
     spaces = leading_space[tokens[1:]] & has_text[tokens[:-1]]
     return int(num_bytes[tokens[1:]].sum() + spaces.sum())
 
 
 class Validation:
-    """The validation split, cut to whole sequences and the last target."""
+    """The validation split, cut to whole sequences plus one target."""
 
     def __init__(self, hp: Hyperparameters) -> None:
+        T = hp.train_seq_len
         knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
-        require(os.path.isfile(hp.tokenizer_path), f"{knob} is not a file\n{WAYS_TO_DATA}")
+        if not os.path.isfile(hp.tokenizer_path):
+            raise InputError(f"{knob} is not a file\n{WAYS_TO_DATA}")
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=hp.tokenizer_path)
         size = tokenizer.vocab_size()
-        require(size == hp.vocab_size, f"{knob} has {size} pieces: set VOCAB_SIZE={size}")
-        T = hp.train_seq_len
+        if size != hp.vocab_size:
+            advice = f"set TOKENIZER_PATH to the shards' tokenizer, or VOCAB_SIZE={size}"
+            raise InputError(f"{knob} has {size} pieces, not VOCAB_SIZE={hp.vocab_size}: {advice}")
         stream = TokenStream(hp.files("val"), hp.vocab_size)
         tokens = stream.take(sum(len(shard) for shard in stream.shards))
         whole = (len(tokens) - 1) // T  # sequences
-        problem = f"DATA_PATH={hp.data_path!r}: {len(tokens)} validation tokens are no sequence"
-        require(whole > 0, f"{problem} of TRAIN_SEQ_LEN={T} and its last target")
+        if whole == 0:
+            raise InputError(f"{len(tokens)} validation tokens are too few for TRAIN_SEQ_LEN={T}")
         kept = min(max(hp.max_val_tokens // T, 1), whole) if hp.max_val_tokens > 0 else whole
-        self.partial = f" partial:{kept}/{whole}" if kept < whole else ""  # behind every figure
+        self.partial = f" partial:{kept}/{whole}" if kept < whole else ""  # ends each line
         self.tokens = tokens[: kept * T + 1]  # uint16
         self.num_bytes = count_bytes(tokenizer, self.tokens.numpy())
+        # The wrong tokenizer changes documents when it decodes and encodes them.
+        starts = np.flatnonzero(tokens[:100_000].numpy() == tokenizer.bos_id())
+        texts = [text.tolist() for text in np.split(tokens[:100_000].numpy(), starts)[1:-1]]
+        texts = [[i for i in text if not tokenizer.IsControl(i)] for text in texts]
+        same = [ids for ids in texts if tokenizer.encode(tokenizer.decode(ids)) == ids]
+        self.is_tokenizer_right = 2 * len(same) >= len(texts)
 
     def bits_per_byte(self, loss: float) -> float:
         """loss: mean nats per target token."""
@@ -701,99 +703,104 @@ class Validation:
 
 
 @torch.no_grad()
-def evaluate(state: "TrainingState", tokens: Tensor, stride: int) -> float | None:
-    """The metric: mean cross-entropy in nats of tokens[1:], uint16 (n,), in windows of T tokens
-    that begin `stride` apart. The first window that holds a target scores it, so that a stride of T
-    scores windows side by side. The same on every rank; None if a signal interrupts it."""
+def evaluate(state: "TrainingState", tokens: Tensor, stride: int) -> float:
+    """Mean loss in nats of tokens[1:], on every rank, in windows that begin `stride` apart."""
     hp, runtime = state.hp, state.runtime
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
     starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
-    fresh = starts.diff(prepend=torch.tensor([-T]))  # targets that no window before has
+    num_new = starts.diff(prepend=torch.tensor([-T]))  # targets that no earlier window scores
     first = len(starts) * runtime.rank // runtime.world_size  # of this rank's windows
-    last = len(starts) * (runtime.rank + 1) // runtime.world_size
-    batch_size = hp.val_batch_size // hp.batch_slots // T
+    end = len(starts) * (runtime.rank + 1) // runtime.world_size
+    batch_size = max(min(hp.val_batch_size // hp.batch_slots // T, end - first), 1)
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     state.model.eval()
-    for i in range(first, last, batch_size):
-        if runtime.stop.signum:
-            break
-        batch = slice(i, min(i + batch_size, last))
+    for i in range(first, end, batch_size):
+        runtime.log.status(f"validation: window {i - first} of {end - first}")
+        # The last batch is padded with its last window: a new shape would recompile the model.
+        indices = torch.arange(i, i + batch_size)
+        batch = indices.clamp(max=end - 1)
         windows = torch.stack([tokens[start : start + T + 1] for start in starts[batch]])
         windows = upload(windows, runtime.device).to(torch.int64)
         losses = state.model(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), "none")
-        scored = torch.arange(T) >= T - fresh[batch, None]
-        total += (losses * upload(scored, runtime.device)).sum(dtype=torch.float64)
+        is_scored = (torch.arange(T) >= T - num_new[batch, None]) & (indices < end)[:, None]
+        total += (losses * upload(is_scored, runtime.device)).sum(dtype=torch.float64)
     state.model.train()
-    parts = runtime.gather((total.item(), runtime.stop.signum))
-    if any(signum for _, signum in parts):
-        return None
-    return sum(part for part, _ in parts) / num_targets
+    return sum(runtime.gather(total.item())) / num_targets
 
 
-def score(state: "TrainingState", validation: Validation, name: str) -> dict[str, Any]:
-    """Log the last lines, under this name: the score of the weights that gpt has now."""
-    hp, log = state.hp, state.runtime.log
-    partial = validation.partial
-    figures: dict[str, Any] = {"partial": partial}
-    if hp.eval_stride > 0:
-        loss = evaluate(state, validation.tokens, hp.eval_stride)
-        log(f"{name}_sliding stride:{hp.eval_stride} {validation.scores(loss, 8)}{partial}")
-        figures["sliding_val_bpb"] = validation.bits_per_byte(loss)
+def score(state: "TrainingState", validation: Validation, is_artifact: bool) -> tuple[dict, str]:
+    """Score the current weights. Returns values for final_result.json and the last log lines."""
     started = time.perf_counter()
-    loss = evaluate(state, validation.tokens, hp.train_seq_len)
-    eval_ms = 1000 * (time.perf_counter() - started)
+    hp = state.hp
+    stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
+    suffix = f" stride:{stride}" if hp.eval_stride > 0 else ""
+    loss = evaluate(state, validation.tokens, stride)
     if not math.isfinite(loss):
-        log(f"WARNING: the score is {loss}: train at lower learning rates")
-    if name == ARTIFACT_SCORE:
-        log(f"{name} {validation.scores(loss)} eval_time:{eval_ms:.0f}ms{partial}")
-        name = f"{name}_exact"
-    log(f"{name} {validation.scores(loss, 8)}{partial}")
-    return {**figures, "val_loss": loss, "val_bpb": validation.bits_per_byte(loss)}
+        state.runtime.log(f"WARNING: the score is {loss}: train with lower learning rates")
+    result = {"val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "stride": stride}
+    result["partial"] = validation.partial
+    exact = validation.scores(loss, 8) + validation.partial
+    if not is_artifact:
+        return result, f"eval_only {exact}{suffix}"
+    eval_time = f"eval_time:{1000 * (time.perf_counter() - started):.0f}ms"
+    rounded = f"{validation.scores(loss)} {eval_time}{validation.partial}{suffix}"
+    name = "final_int8_zlib_roundtrip"
+    return result, f"{name} {rounded}\n{name}_exact {exact}"
 
 
-# ---- Export --------------------------------------------------------------------------------------
+# ---- Export ----------------------
 SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
-ARTIFACT_SCORE = "final_int8_zlib_roundtrip"  # what the last lines of the log call it
 INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # quantizing smaller tensors gains nothing
 INT8_CLIP_QUANTILE = 0.9999984
-INT8_SCALE_FLOOR = 1 / 127  # of a matrix: a row of values up to 0.1 gets 12 steps a side
+INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 12 levels a side
 
 
 def quantization_levels(name: str, weight: Tensor) -> int:
-    """How many steps a side a weight may use, if INT8_SCALE_FLOOR lets it: 31 would be int6."""
+    """Levels on each side of zero. 31 is int6 (but INT8_SCALE_FLOOR limits what rows use)."""
     return 127
 
 
-def quantize_tensor(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """weight as int8, and the scale: of each row of a matrix in fp16, else of the whole in fp32."""
-    is_matrix = weight.ndim == 2
-    rows = weight.float().reshape(len(weight) if is_matrix else 1, -1)
-    clip = rows.abs().amax(dim=1, keepdim=True)
-    if rows.size(1) <= 2**24:  # torch.quantile takes no longer rows
-        clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
-    scale = clip / levels
-    if is_matrix:
-        scale = scale.clamp_min(INT8_SCALE_FLOOR)
+def clip_rows(rows: Tensor) -> Tensor:
+    """Clamp each row to a high quantile of its absolute values."""
+    if rows.size(1) > 2**24:  # the longest row that torch.quantile accepts
+        return rows
+    clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
+    return rows.clamp(-clip, clip)
+
+
+def row_scale(name: str, rows: Tensor, levels: int) -> Tensor:
+    """Quantization step of each row of a clipped matrix, (n, 1)."""
+    return (rows.abs().amax(dim=1, keepdim=True) / levels).clamp_min(INT8_SCALE_FLOOR)
+
+
+def quantize_tensor(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
+    levels = quantization_levels(name, weight)
+    if weight.ndim == 2:
+        rows = clip_rows(weight.float())
+        scale = row_scale(name, rows, levels)
+        values = (rows / scale).round().clamp(-levels, levels)
+        return values.to(torch.int8), scale[:, 0].half()
+    row = clip_rows(weight.float().reshape(1, -1))
+    scale = row.abs().amax() / levels
     scale = torch.where(scale == 0, 1.0, scale)
-    values = (rows.clamp(-clip, clip) / scale).round().clamp(-levels, levels).to(torch.int8)
-    return values.view(weight.shape), scale[:, 0].half() if is_matrix else scale[0, 0]
+    values = (row / scale).round().clamp(-levels, levels)
+    return values.to(torch.int8).view(weight.shape), scale
 
 
 def quantize_state_dict_int8(
     state_dict: Mapping[str, Tensor],
     keep_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """The object that an artifact holds, and counts. Large floating-point tensors become int8;
-    small ones fp16, or fp32 if their name holds one of keep_patterns."""
+    """Returns the artifact and statistics. keep_patterns: small tensors to keep in fp32."""
     parts = ("quantized", "scales", "dtypes", "passthrough")
     obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
     for name, tensor in state_dict.items():
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            levels = quantization_levels(name, tensor)
-            obj["quantized"][name], obj["scales"][name] = quantize_tensor(tensor, levels)
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(name, tensor)
             obj["dtypes"][name] = dtype
             if tensor.ndim == 2:
                 obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
@@ -816,10 +823,10 @@ def quantize_state_dict_int8(
 
 
 def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state_dict from an object of quantize_state_dict_int8, in the dtypes it remembers."""
+    """Undo quantize_state_dict_int8: a state_dict in its original dtypes."""
     tensors = {name: tensor.clone() for name, tensor in obj["passthrough"].items()}
     for name, values in obj["quantized"].items():
-        scale = obj["scales"][name].float()  # one, or one a row
+        scale = obj["scales"][name].float()  # one, or one per row
         tensors[name] = values.float() * scale.view(-1, *[1] * (values.ndim - 1))
     for name, dtype in (obj["dtypes"] | obj.get("passthrough_orig_dtypes", {})).items():
         tensors[name] = tensors[name].to(getattr(torch, dtype))
@@ -840,75 +847,82 @@ def serialize(obj: Any) -> bytes:
     return buffer.getvalue()
 
 
-def deserialize(data: bytes) -> dict[str, Any]:
-    """What serialize wrote, perhaps compressed. No code in it is run. Damage raises some error."""
-    if not data.startswith(b"PK"):  # as the zip archives of torch.save do
-        data = decompress(data)
-    damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()  # torch.load does not compare checksums
-    require(damaged is None, f"the checksum of {damaged} is wrong")
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-@contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Whatever fails inside becomes an InputError that names the file."""
+def deserialize(data: bytes, name: str) -> dict[str, Any]:
+    """Undo serialize, and compress. Runs no code from the file. Damage is an InputError."""
+    problem = f"{name} is damaged or not a model file"
     try:
-        yield
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"{name} cannot be loaded: {reason}") from None
+        data = data if data.startswith(b"PK") else decompress(data)  # PK: a file of torch.save
+    except zlib.error as error:
+        raise InputError(f"{problem}: {error}") from None
+    try:
+        if zipfile.ZipFile(io.BytesIO(data)).testzip() is not None:  # torch.load ignores checksums
+            raise zipfile.BadZipFile
+        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    except Exception as error:  # torch's own text would advise to run the file's code
+        raise InputError(f"{problem}: {type(error).__name__}") from None
+
+
+def check_shapes(gpt: nn.Module, weights: Mapping[str, Tensor], name: str) -> None:
+    """Raise InputError, with the knobs to set, if the weights have other shapes than gpt."""
+    found = {key: tuple(getattr(weight, "shape", ())) for key, weight in weights.items()}
+    wanted = {key: tuple(weight.shape) for key, weight in gpt.state_dict().items()}
+    differ = [key for key in wanted | found if wanted.get(key) != found.get(key)]
+    if not differ:
+        return
+    knobs = {}
+    with contextlib.suppress(KeyError, ValueError, IndexError):  # in another kind of model
+        V, D = found["tok_emb.weight"]
+        (H,) = found["blocks.0.attn.q_gain"]
+        L = len({key.split(".")[1] for key in found if key.startswith("blocks.")})
+        knobs = {"NUM_LAYERS": L, "MODEL_DIM": D, "NUM_HEADS": H, "VOCAB_SIZE": V}
+        knobs["NUM_KV_HEADS"] = found["blocks.0.attn.c_k.weight"][0] * H // D
+        knobs["MLP_MULT"] = found["blocks.0.mlp.fc.weight"][0] // D
+        knobs["TIE_EMBEDDINGS"] = int("lm_head.weight" not in found)
+    new = " ".join(f"{k}={v}" for k, v in knobs.items() if v != getattr(gpt.hp, k.lower()))
+    first = f"{differ[0]} is {found.get(differ[0])}, not {wanted.get(differ[0])}"
+    advice = f"set {new}" if new else "use the script of its training"
+    raise InputError(f"{name}: {len(differ)} tensors do not fit the model ({first}): {advice}")
 
 
 def load_weights(gpt: nn.Module, data: bytes, name: str) -> bool:
-    """Give gpt the weights of an artifact, checkpoint or state_dict. Returns if it is quantized."""
-    with naming(name):
-        obj = deserialize(data)
-        quantized = "__quant_format__" in obj
-        if quantized:
-            obj = dequantize_state_dict_int8(obj)
-        elif "optimizers" in obj:
-            obj = obj["model"]
-        gpt.load_state_dict(obj)
-    return quantized
+    """Load an artifact, checkpoint or state_dict. Returns whether it is an artifact."""
+    weights = deserialize(data, name)
+    is_artifact = "__quant_format__" in weights
+    if is_artifact:
+        weights = dequantize_state_dict_int8(weights)
+    elif "optimizers" in weights:
+        weights = weights["model"]
+    check_shapes(gpt, weights, name)
+    gpt.load_state_dict(weights)
+    return is_artifact
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write atomically: a temporary file, then rename."""
+def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
+    """Write a temporary file and rename it. If that fails, log a warning and return False."""
     temporary = path.with_name(path.name + ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # of a failed write: what follows needs the room
-
-
-def write_or_warn(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
-    """write_file for what a run can do without. Returns whether it could be written."""
-    try:
-        write_file(path, data)
         return True
     except OSError as error:
         log(f"WARNING: {path} cannot be written: {error.strerror}")
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # leave the space to smaller files
         return False
 
 
 def export(state: "TrainingState") -> tuple[bytes, dict[str, int]]:
-    """Write the artifact, on rank 0. Returns its bytes, as the disk has them, and the sizes."""
-    hp, state_dict = state.hp, copy_tensors(state.gpt.state_dict(), "cpu")
-    obj, stats = quantize_state_dict_int8(state_dict, hp.int8_keep_float_fp32_name_patterns)
+    """Quantize and compress the weights. Returns the artifact, and sizes for final_result.json."""
+    state_dict = copy_tensors(state.gpt.state_dict(), "cpu")
+    patterns = state.hp.int8_keep_float_fp32_name_patterns
+    obj, stats = quantize_state_dict_int8(state_dict, patterns)
     raw = serialize(obj)
-    path = Path(hp.output_dir, "final_model.int8.ptz")
-    write_file(path, compress(raw))
-    artifact = path.read_bytes()
+    artifact = compress(raw)
     plain = len(serialize(state_dict))
     code = len(state.runtime.source)
     payload = stats["int8_payload_bytes"]
     total = len(artifact) + code
-    left = SIZE_LIMIT - total
     state.runtime.log(
         f"Serialized model: {plain} bytes\n"
         f"Code size: {code} bytes\n"
@@ -916,124 +930,107 @@ def export(state: "TrainingState") -> tuple[bytes, dict[str, int]]:
         f"Serialized model int8+zlib: {len(artifact)} bytes (payload:{payload} "
         f"raw_torch:{len(raw)} payload_ratio:{stats['baseline_tensor_bytes'] / payload:.2f}x)\n"
         f"Total submission size int8+zlib: {total} bytes\n"
-        f"size_check:{'fits' if left >= 0 else 'too_large'} limit:{SIZE_LIMIT} bytes_left:{left}"
+        f"size_check:{'fits' if total <= SIZE_LIMIT else 'too_large'} limit:{SIZE_LIMIT} "
+        f"bytes_left:{SIZE_LIMIT - total}"
     )
     return artifact, {"bytes_total": total, "bytes_code": code}
 
 
-# ==== Machinery: rarely edited ====================================================================
+# ==== Machinery: rarely edited ====
+# ---- Runtime ---------------------
+class Log:
+    """Writes lines to the console and a file, after open(): on rank 0 only."""
 
+    file: TextIO | None = None
+    is_terminal = False
+    next_status = 0.0
 
-# ---- Runtime -------------------------------------------------------------------------------------
-def open_log(hp: Hyperparameters, source: bytes) -> Callable[[str], None]:
-    """Begin OUTPUT_DIR/logs/RUN_ID.txt. Returns what writes a line there and on the console."""
-    path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"RUN_ID={hp.run_id!r} is running already: set another") from None
-    print(source.decode(), "=" * 100, sep="\n", file=file)
-    print(f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}", file=file)
-    print(subprocess.getoutput("nvidia-smi"), "=" * 100, sep="\n", file=file)
+    def open(self, path: Path, source: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
+        head = [source.decode(), "=" * 100, versions, subprocess.getoutput("nvidia-smi"), "=" * 100]
+        print(*head, sep="\n", file=self.file)
+        self(str(path))
 
-    def log(line: str) -> None:
-        with contextlib.suppress(OSError):
-            print(line, file=file)
+    def __call__(self, line: str) -> None:
+        if self.file is not None:
+            with contextlib.suppress(OSError):  # a full disk
+                print(line, file=self.file)
+            self.show(f"{line}\n")
+
+    def status(self, text: str) -> None:
+        """Show text on a terminal until the next line, at most once a second."""
+        if self.is_terminal and time.monotonic() >= self.next_status:
+            self.next_status = time.monotonic() + 1
+            self.show(text[: (os.get_terminal_size().columns or 80) - 1])
+
+    def show(self, text: str) -> None:
+        clear_line = "\r\x1b[K" if self.is_terminal else ""
         try:
-            print(line, flush=True)
-        except OSError:  # a lost terminal or pipe costs lines, not the run
-            sys.stdout = None
-
-    log(str(path))
-    return log
-
-
-class StopSignal:
-    """A wish to end after the step in hand. Another signal, a second later, ends at once."""
-
-    def __init__(self) -> None:
-        self.signum = 0  # 0: none has come
-        self.time = 0.0
-
-    def set_action(self, action: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
-                signal.signal(number, action)
-        self.signum = 0
-
-    def handle(self, signum: int, frame: Any) -> None:
-        if not self.signum:
-            self.signum = signum
-            self.time = time.monotonic()
-        elif time.monotonic() > self.time + 1:  # before, it is torchrun's copy of the first
-            os._exit(128 + signum)
+            print(clear_line + text, end="", flush=True)
+        except OSError:  # the terminal or pipe is gone
+            sys.stdout = None  # else Python would fail at its exit
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process stands."""
+    """This process's rank, device and log."""
 
     rank: int
     world_size: int  # W
     device: torch.device
     dtype: torch.dtype  # of activations and of Muon's updates
     compiled: bool
-    source: bytes = b""  # this file, as it was when the run began
-    log: Callable[[str], None] = lambda line: None  # rank 0's, on the console and in a file
-    stop: StopSignal = field(default_factory=StopSignal)
+    source: bytes = b""  # this file, as the run began
+    log: Log = field(default_factory=Log)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank. Every rank must call it."""
+        """The values of all ranks, on every rank."""
         values = [value] * self.world_size
         if dist.is_initialized():
             dist.all_gather_object(values, value)
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. Every rank must call it."""
+        """Rank 0's value, on every rank."""
         box = [value]
         if dist.is_initialized():
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def sync_clock_and_signal(self, elapsed_ms: float) -> tuple[float, int]:
-        """Rank 0's clock, so that all ranks have one learning rate; any rank's signal or 0."""
-        clock = elapsed_ms if self.rank == 0 else 0.0
-        box = torch.tensor([clock, self.stop.signum], dtype=torch.float64)
-        if dist.is_initialized():
-            dist.all_reduce(box, dist.ReduceOp.MAX)
-        return box[0].item(), int(box[1])
-
 
 def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU. Raises InputError."""
+    """This rank's GPU, or the CPU."""
     num_gpus = torch.cuda.device_count()
     if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
         return torch.device("cpu")
-    problem = f"DEVICE={hp.device!r} LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs"
-    require(local_rank < num_gpus, f"{problem}: start fewer processes, or set DEVICE=cpu")
+    if local_rank >= num_gpus:
+        problem = f"DEVICE={hp.device!r}, but torch sees {num_gpus} GPUs for rank {local_rank}"
+        raise InputError(f"{problem}: start fewer processes, or set DEVICE=cpu")
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True
     return torch.device("cuda", local_rank)
 
 
 def open_runtime(hp: Hyperparameters) -> Runtime:
-    """Device, process group, log. Raises InputError."""
+    """Open device and process group."""
     distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank = int(os.environ["RANK"]) if distributed else 0
     world_size = int(os.environ["WORLD_SIZE"]) if distributed else 1
-    problem = f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}"
-    divides = world_size > 0 and hp.batch_slots % world_size == 0
-    require(divides, f"{problem}: launch another number of processes, or set BATCH_SLOTS")
+    if world_size <= 0 or hp.batch_slots % world_size != 0:
+        raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
     device = open_device(hp, int(os.environ.get("LOCAL_RANK", "0")))
     on_gpu = device.type == "cuda"
     if distributed:
-        # torchrun keeps its store over restarts: what earlier ranks wrote there is not for these.
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # One node: gloo need not resolve the host name.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        # torchrun's store survives a restart, with the old ranks' entries.
         store, _, _ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        # gloo carries what lies on the CPU, so that the clock never waits for a GPU.
+        # gloo syncs the clock on the CPU, so that the GPU queue never drains.
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         dist.barrier()
@@ -1041,58 +1038,46 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
     bf16 = hp.dtype == "bf16" or (hp.dtype == "auto" and has_bf16)
     dtype = torch.bfloat16 if bf16 else torch.float32
     compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
-    source = Path(__file__).read_bytes()
-    log = open_log(hp, source) if rank == 0 else Runtime.log
-    return Runtime(rank, world_size, device, dtype, compiled, source, log)
+    return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
 
 
 def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Ranks that differ in knobs, machine or data would wait for ever, or train on other tokens."""
-    own = {name.upper(): value for name, value in asdict(hp).items()}
-    for name in ("RUN_ID", "OUTPUT_DIR", "DATA_PATH", "TOKENIZER_PATH", "RESUME"):
-        del own[name]  # where a rank keeps its files is its own affair
+    """Raise InputError if ranks differ in script, knobs, machine or data."""
+    may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
+    own = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
     own |= {"device": runtime.device.type, "dtype": str(runtime.dtype)}
     own |= {"compilation": runtime.compiled, "torch": torch.__version__}
+    own["train_gpt.py"] = hashlib.sha256(runtime.source).hexdigest()[:16]
     for path in glob.glob(hp.files("train")) + glob.glob(hp.files("val")):
         with open(path, "rb") as file:
             digest = hashlib.sha256(file.read(2**16)).hexdigest()
         own[os.path.basename(path)] = f"{os.path.getsize(path)} bytes, sha256 {digest[:16]}"
     if os.path.isfile(hp.tokenizer_path):
         own["tokenizer"] = hashlib.sha256(Path(hp.tokenizer_path).read_bytes()).hexdigest()[:16]
-    every = runtime.gather(own)
-    for rank, other in enumerate(every):
-        for name in sorted(other.keys() | every[0].keys()):
-            values = f"{every[0].get(name)} on rank 0, but {other.get(name)} on rank {rank}"
-            require(other.get(name) == every[0].get(name), f"{name} is {values}: make them equal")
+    first, *others = runtime.gather(own)
+    for rank, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                values = f"{first.get(name)} on rank 0, but {other.get(name)} on rank {rank}"
+                raise InputError(f"{name} is {values}: make them equal")
 
 
 def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
-    """The model to call."""
+    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
     model: nn.Module = gpt
-    if runtime.compiled:  # a hook or a print that torch cannot trace needs COMPILE=0
-        # Each switch in a model doubles its graphs, and under fullgraph the limit is fatal.
-        torch._dynamo.config.recompile_limit = 256
+    if runtime.compiled:
+        torch._dynamo.config.recompile_limit = 256  # each switch in a model doubles its graphs
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
     if dist.is_initialized():
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         ddp = nn.parallel.DistributedDataParallel
         model = ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
     return model
 
 
-def report_error(error: Exception) -> None:
-    """Say why the run fails, also in the file that torchrun repeats as its last words. Rank 0
-    speaks first of what all ranks meet; whoever has lost another rank (a RuntimeError) waits."""
-    if os.environ.get("RANK", "0") != "0" or isinstance(error, RuntimeError):
-        time.sleep(1)
-    if isinstance(error, InputError | OSError):  # what users can put right needs no traceback
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-    get_error_handler().record_exception(error)
-    sys.excepthook(type(error), error, error.__traceback__)
-
-
-# ---- Checkpoints ---------------------------------------------------------------------------------
+# ---- Checkpoints -----------------
 def copy_tensors(value: Any, device: torch.device | str) -> Any:
-    """value, with copies of all tensors in it on the device."""
+    """Copy value, with all its tensors on the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True)
     if isinstance(value, dict):
@@ -1104,19 +1089,21 @@ def copy_tensors(value: Any, device: torch.device | str) -> Any:
 
 @dataclass
 class TrainingState:
-    """All that a step changes, and what it needs. Under EVAL_ONLY without optimizers and loader."""
+    """All that a step reads or changes. An average of the weights, for example, belongs here."""
 
     hp: Hyperparameters
     runtime: Runtime
     gpt: GPT
     model: nn.Module  # gpt, compiled and wrapped
-    optimizers: list[torch.optim.Optimizer]
+    optimizers: list[torch.optim.Optimizer]  # none under EVAL_ONLY
     loader: DistributedTokenLoader | None
     stopwatch: "Stopwatch"
-    step: int = 0  # steps done
+    step: int = 0
+    signum: int = 0  # of the signal that asked to stop; 0: none
+    status: str = ""  # what a terminal shows
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies on the CPU of all that a run needs to go on."""
+        """Copy to the CPU everything a resumed run needs."""
         state = {
             "step": self.step,
             "train_ms": self.stopwatch.elapsed_ms(),
@@ -1129,90 +1116,88 @@ class TrainingState:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.gpt.load_state_dict(saved["model"])
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
-            load_optimizer(optimizer, saved_optimizer)
+            groups = zip(optimizer.param_groups, saved_optimizer["param_groups"], strict=True)
+            for group, saved_group in groups:
+                saved_group |= {key: group[key] for key in OPTIMIZER_KNOBS if key in group}
+            optimizer.load_state_dict(saved_optimizer)
         self.loader.stream.shard, self.loader.stream.position = saved["stream"]
         self.step = saved["step"]
         self.stopwatch.reset(saved["train_ms"])
 
-
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """PyTorch's load_state_dict, but the knobs of now count, and state keeps its types: PyTorch
-    rounds fp32 state of a bf16 parameter to bf16, and takes a string apart."""
-    knobs = ("lr", "base_lr", "betas", "eps", "backend_steps")
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        saved_group.update({key: group[key] for key in knobs if key in group})
-    optimizer.load_state_dict(saved)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for i, param in enumerate(params):
-        for key, value in saved["state"].get(i, {}).items():
-            if key != "step":  # PyTorch knows on which device its step counts belong
-                optimizer.state[param][key] = copy_tensors(value, param.device)
+    def request_stop(self, signum: int, frame: Any) -> None:
+        """Signal handler: stop after the current step. Further signals change nothing."""
+        if not self.signum and self.runtime.rank == 0:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nstopping as soon as the weights are saved\n")
+        self.signum = self.signum or signum
 
 
 def save_checkpoint(state: TrainingState) -> bool:
-    """Write it on rank 0, while the clock stands still. Returns whether that was possible."""
+    """Pause the clock and write the checkpoint, on rank 0. Returns False if that fails."""
     state.stopwatch.pause()
-    total = sum(param.detach().float().sum() for param in state.gpt.parameters())
-    if not math.isfinite(total.item()):
-        state.runtime.log(f"WARNING: no checkpoint: the sum of the weights is {total.item()}")
+    if not all(param.isfinite().all() for param in state.gpt.parameters()):
+        state.runtime.log("WARNING: no checkpoint: the weights are not finite")
         return False
     if state.runtime.rank != 0:
         return True
     path = state.hp.checkpoint_path()
     data = serialize({**state.state_dict(), "knobs": asdict(state.hp)})
-    written = write_or_warn(path, data, state.runtime.log)
-    if written:
+    is_written = write_file(path, data, state.runtime.log)
+    if is_written:
         state.runtime.log(f"checkpoint:{path} step:{state.step}")
-    return written
+    return is_written
 
 
-def load_checkpoint(state: TrainingState) -> None:
-    """Go on from what RESUME means, if anything. Raises InputError."""
+def load_checkpoint(state: TrainingState) -> list[str]:
+    """Resume from the checkpoint that RESUME names, if any. Returns lines for the log."""
     hp, runtime = state.hp, state.runtime
-    path = Path(hp.resume) if hp.resume not in ("", "auto") else hp.checkpoint_path()
-    name = f"RESUME={hp.resume!r}: {path}"
+    path = hp.checkpoint_path() if hp.resume in ("", "auto") else Path(hp.resume)
+    name = f"RESUME={str(path)!r}"
     saved = None
-    if runtime.rank == 0 and (path.exists() or hp.resume not in ("", "auto")):
-        require(hp.resume != "", f"{path} exists: set RESUME=auto or another RUN_ID")
-        with naming(name):
-            saved = deserialize(path.read_bytes())
+    if runtime.rank == 0 and path.exists():
+        if hp.resume == "":
+            raise InputError(f"{path} exists: set RESUME=auto or another RUN_ID")
+        saved = deserialize(path.read_bytes(), name)
+        if "optimizers" not in saved:
+            raise InputError(f"{name} is not a checkpoint: set it to a file in checkpoints/")
     saved = runtime.broadcast(saved)
     if saved is None:
-        return
-    with naming(name):
-        state.load_state_dict(saved)
-        old = {**saved["knobs"], "resume": hp.resume}
-        new = [(key, value) for key, value in asdict(hp).items() if old.get(key) != value]
-        changes = [f"{key.upper()}:{old.get(key)}->{value}" for key, value in new]
-    runtime.log(f"resume:{path} step:{state.step} changed:{' '.join(changes)}")
+        return []
+    check_shapes(state.gpt, saved["model"], name)
+    if saved["stream"][0] >= len(state.loader.stream.shards):
+        raise InputError(f"{name} has used more train shards: set DATA_PATH to them")
+    state.load_state_dict(saved)
+    old = {**saved["knobs"], "resume": hp.resume}
+    new = [(key, value) for key, value in asdict(hp).items() if old.get(key) != value]
+    changes = [f"{key.upper()}:{old.get(key)}->{value}" for key, value in new]
+    return [f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}"]
 
 
-# ---- Training ------------------------------------------------------------------------------------
+# ---- Training --------------------
 class Stopwatch:
-    """Training time without pauses, by the device's clock."""
+    """Wall-clock training time, without pauses."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
         self.device = torch.get_device_module(runtime.device)
         self.reset(0.0)
 
     def reset(self, elapsed_ms: float) -> None:
         self.before_ms = elapsed_ms
-        self.started: float | None = None  # in seconds; None while it stands still
-        self.last_step: Any = None  # the device's event behind its work
+        self.started: float | None = None  # in seconds; None while it is paused
+        self.last_step: Any = None  # event at its end
 
     def start(self) -> None:
-        """Start, or go on, when the devices of all ranks have nothing left to do."""
-        self.device.synchronize()
-        self.runtime.gather(None)
-        self.started = time.perf_counter()
+        """If paused, wait for the device and start."""
+        if self.started is None:
+            self.device.synchronize()
+            self.started = time.perf_counter()
 
     def pause(self) -> None:
         self.device.synchronize()
         self.reset(self.elapsed_ms())
 
     def lap(self) -> None:
-        """After each step. Wait for the previous step, not this one: the GPU stays busy."""
+        """Call after each step. Waits for the step before, so that the GPU stays busy."""
         previous = self.last_step
         self.last_step = self.device.Event()
         self.last_step.record()
@@ -1230,88 +1215,93 @@ class Stopwatch:
 
 
 def train_step(state: TrainingState) -> Tensor:
-    """One optimizer step. Returns the mean loss of this rank's tokens."""
+    """Take one optimizer step. Returns the mean loss of this rank's tokens."""
     hp = state.hp
     # A batch has 8 slots (BATCH_SLOTS), so that 1, 2, 4 or 8 ranks take the same optimizer step.
     grad_accum_steps = hp.batch_slots // state.runtime.world_size
     total_loss = torch.zeros((), device=state.runtime.device)
+    for optimizer in state.optimizers:
+        optimizer.zero_grad(set_to_none=True)
     for micro_step in range(grad_accum_steps):
+        state.runtime.log.status(f"micro_step:{micro_step + 1}/{grad_accum_steps} {state.status}")
         if dist.is_initialized():
             # Gradients add up on each rank and are synchronized on the last micro-step only: one
             # exchange instead of many. DDP reads this flag in its forward pass.
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         batch = state.loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, grad_accum_steps)
         loss = state.model(*batch) * (1 / grad_accum_steps)
-        # Adds to param.grad. On the last micro-step DDP's hooks also send the gradients, bucket by
-        # bucket, to all ranks (all-reduce), and leave the mean over the ranks in param.grad.
+        # Adds to param.grad. On the last micro-step DDP's hooks also all-reduce the gradients,
+        # bucket by bucket, and leave the mean over the ranks in param.grad.
         loss.backward()
         total_loss += loss.detach()
-    for name, param in state.gpt.named_parameters():
-        require(
-            param.grad is not None or not param.requires_grad, f"{name} got no gradient: use it"
-        )
     if hp.grad_clip_norm > 0:
         nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
     for optimizer in state.optimizers:
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
     return total_loss
 
 
+def check_training(state: TrainingState, start: Mapping[str, Tensor], num_steps: int) -> None:
+    """Find parameters that do not train. Below zero-initialized layers they start in step 3."""
+    for name, param in state.gpt.named_parameters():
+        if param.requires_grad and param.grad is None:
+            raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
+        must_change = param.requires_grad and num_steps >= 3
+        if must_change and torch.equal(param.cpu(), start[name]):
+            state.runtime.log(f"WARNING: {name} does not train: the warm-up did not change it")
+
+
 def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps, which compile every graph, and undo them."""
+    """Take WARMUP_STEPS steps, which compile the training graphs, and undo them."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
-    # With several ranks at least one: DDP regroups its buckets after it, which rounds sums anew.
-    for step in range(1, max(wanted, int(dist.is_initialized())) + 1):
+    # DDP regroups its buckets after the first step, so a resumed run needs one for the same bits.
+    num_steps = max(wanted, int(dist.is_initialized()))
+    for step in range(1, num_steps + 1):
+        state.status = f"warmup_step:{step}/{num_steps}"
         train_step(state)
+        if step in (1, num_steps):  # DDP refuses a second step if a gradient is missing
+            check_training(state, start["model"], step)
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
-    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
-    rates = {param: group["lr"] for group in groups for param in group["params"]}
-    for name, param in state.gpt.named_parameters():
-        trained = param.requires_grad and param.numel() > 0 and rates.get(param, 1.0) > 0
-        # Behind two layers that start at zero, a parameter moves in the third step.
-        if wanted >= 3 and trained and torch.equal(param.cpu(), start["model"][name]):
-            state.runtime.log(f"WARNING: {name} does not train: the warm-up has not changed it")
     state.load_state_dict(start)
 
 
-def validate(state: TrainingState, validation: Validation) -> float | None:
-    """The loss, logged; None if a signal has come in between."""
+def validate(state: TrainingState, validation: Validation) -> float:
+    """Stop the clock, log the validation loss and return it."""
     state.stopwatch.pause()
     loss = evaluate(state, validation.tokens, state.hp.train_seq_len)
-    if loss is not None:
-        times = state.stopwatch.report(state.step) + validation.partial
-        step_name = f"step:{state.step}/{state.hp.iterations}"
-        state.runtime.log(f"{step_name} {validation.scores(loss)} {times}")
+    line = f"{validation.scores(loss)} {state.stopwatch.report(state.step)}{validation.partial}"
+    state.runtime.log(f"step:{state.step}/{state.hp.iterations} {line}")
     return loss
 
 
-def train(state: TrainingState, validation: Validation) -> int:
-    """Steps until ITERATIONS, the wallclock cap or a signal. Returns the signal or 0."""
+def set_signal_action(action: Any) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
+            signal.signal(signum, action)
+
+
+def train(state: TrainingState, validation: Validation) -> float | None:
+    """Train, write final_model.pt and return the last validation's loss; None after a signal."""
     hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
     cap_ms = 1000 * hp.max_wallclock_seconds
-    stopwatch.start()
+    step_name = f"step:{state.step}/{hp.iterations}"
+    state.status = step_name
+    loss_text = ""  # of the last logged step
+    set_signal_action(state.request_stop)
     while True:
-        elapsed_ms, signum = runtime.sync_clock_and_signal(stopwatch.elapsed_ms())
-        step_name = f"step:{state.step}/{hp.iterations}"
-        if signum:
-            saved = save_checkpoint(state)
-            way = f"to go on, set RESUME=auto and RUN_ID={hp.run_id}" if saved else "not saved"
-            runtime.log(f"stopped: signal:{signum} {step_name}: {way}")
-            return signum
-        if state.step > 0 and hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
-            save_checkpoint(state)
-            stopwatch.start()
-        if state.step >= hp.iterations or (cap_ms > 0 and elapsed_ms >= cap_ms):
-            return 0
+        clocks = runtime.gather((stopwatch.elapsed_ms(), state.signum))
+        elapsed_ms = clocks[0][0]  # rank 0's, so that all ranks use the same learning rate
+        signum = max(signum for _, signum in clocks)
+        if signum > 0 or state.step >= hp.iterations or (cap_ms > 0 and elapsed_ms >= cap_ms):
+            break
         if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
-            if validate(state, validation) is None:
+            validate(state, validation)
+            if any(runtime.gather(state.signum)):
                 continue
-            stopwatch.start()
-
+        stopwatch.start()
         factor = lr_factor(hp, state.step, elapsed_ms)
         set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
         rank_loss = train_step(state)
@@ -1321,27 +1311,53 @@ def train(state: TrainingState, validation: Validation) -> int:
         step_name = f"step:{state.step}/{hp.iterations}"
         if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
             loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-            runtime.log(f"{step_name} train_loss:{loss:.4f} {stopwatch.report(state.step)}")
-            if state.step < hp.iterations:  # a finished run is exported and scored
-                advice = "go back to the last checkpoint with lower rates, or with GRAD_CLIP_NORM"
-                require(math.isfinite(loss), f"step:{state.step} train_loss is {loss}: {advice}")
-        # Under a cap, ten steps tell how long WARMDOWN_ITERS of them will take.
-        if hp.warmdown_frac <= 0 and factor < 1 and state.step == (10 if cap_ms > 0 else 1):
-            problem = f"WARMDOWN_ITERS={hp.warmdown_iters} steps take longer than the whole run"
-            runtime.log(f"WARNING: warmdown: {problem}: try WARMDOWN_FRAC=0.2, its last fifth")
+            loss_text = f"train_loss:{loss:.4f}"
+            runtime.log(f"{step_name} {loss_text} {stopwatch.report(state.step)}")
+            if not math.isfinite(loss) and state.step < hp.iterations:
+                raise InputError(f"{step_name} train_loss is {loss}: set lower learning rates")
+        minutes = stopwatch.elapsed_ms() / 60_000
+        left = minutes / progress(hp, state.step, 60_000 * minutes) - minutes
+        speed = f"{state.step * hp.train_batch_tokens / 60 / minutes:,.0f} tokens/s"
+        state.status = f"{step_name} {loss_text} {speed} {minutes:.1f} min, {left:.1f} min left"
+        if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
+            save_checkpoint(state)
+
+    stopwatch.pause()
+    if signum > 0:
+        is_saved = save_checkpoint(state)
+        advice = f"to resume, set RESUME=auto and RUN_ID={hp.run_id}" if is_saved else "not saved"
+        runtime.log(f"stopped: signal:{signum} {step_name}: {advice}")
+        state.signum = signum
+        return None
+    if runtime.rank == 0:
+        weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
+        write_file(Path(hp.output_dir, "final_model.pt"), weights, runtime.log)
+    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
+        save_checkpoint(state)
+    # The weights are safe: a signal now ends the run at once.
+    set_signal_action(signal.SIG_DFL)
+    if state.signum:
+        signal.raise_signal(state.signum)
+    loss = validate(state, validation)
+    if state.step < hp.iterations:
+        train_time = f"train_time:{stopwatch.elapsed_ms():.0f}ms"
+        runtime.log(f"stopping_early: wallclock_cap {train_time} {step_name}")
+    return loss
 
 
-# ---- main ----------------------------------------------------------------------------------------
-def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: GPT) -> None:
-    cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device)
+# ---- main ------------------------
+def log_run(state: TrainingState, validation: Validation) -> None:
+    hp, runtime = state.hp, state.runtime
+    cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
     tied = hp.tie_embeddings
+    num_params = sum(param.numel() for param in state.gpt.parameters())
     runtime.log(
         f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}\n"
         f"train_loader:dataset:{Path(hp.data_path).resolve().name} "
         f"train_shards:{len(glob.glob(hp.files('train')))}\n"
         f"val_loader:shards pattern={os.path.join(hp.data_path, 'fineweb_val_*.bin')} "
         f"tokens:{len(validation.tokens) - 1}{validation.partial}\n"
-        f"model_params:{sum(p.numel() for p in gpt.parameters())}\n"
+        f"model_params:{num_params}\n"
         f"world_size:{runtime.world_size} grad_accum_steps:{hp.batch_slots // runtime.world_size}\n"
         f"sdp_backends:cudnn={cudnn} flash=True mem_efficient=True math=True\n"
         f"attention_mode:gqa num_heads:{hp.num_heads} num_kv_heads:{hp.num_kv_heads}\n"
@@ -1355,133 +1371,118 @@ def log_run(hp: Hyperparameters, runtime: Runtime, validation: Validation, gpt: 
         f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
         f"cpu_threads:{torch.get_num_threads()}"
     )
-
-
-def check_replicas(runtime: Runtime, weights: bytes) -> None:
-    """The weights of all ranks should have the same bits."""
-    digests = runtime.gather(hashlib.sha256(weights).hexdigest())
-    strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if strays:
-        runtime.log(f"WARNING: replicas: the weights of ranks {strays} differ from rank 0's")
-    elif len(digests) > 1:
-        runtime.log("replicas:identical")
-
-
-def log_memory(runtime: Runtime) -> None:
-    """Peak memory of the GPU, else of the process."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    allocated = reserved = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if runtime.device.type == "cuda":
-        allocated = torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.max_memory_reserved()
-    runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
-
-
-def write_result(state: TrainingState, figures: Mapping[str, Any]) -> None:
-    """What came of the run, and where, and with which knobs."""
-    result = {
-        **figures,
-        "steps": state.step,
-        "train_ms": state.stopwatch.elapsed_ms(),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
-        "device": str(state.runtime.device),
-        "world_size": state.runtime.world_size,
-        "knobs": asdict(state.hp),
-    }
-    path = Path(state.hp.output_dir, "final_result.json")
-    write_or_warn(path, json.dumps(result, indent=1).encode(), state.runtime.log)
-
-
-def train_and_export(state: TrainingState, validation: Validation) -> int:
-    """Returns the exit code."""
-    hp, runtime = state.hp, state.runtime
-    load_checkpoint(state)
-    warm_up(state)
-    runtime.stop.set_action(runtime.stop.handle)
-    signum = train(state, validation)
-    if signum:
-        return 128 + signum
-    state.stopwatch.pause()
-    weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
-    if runtime.rank == 0:  # they are on the disk before anything else can fail
-        write_or_warn(Path(hp.output_dir, "final_model.pt"), weights, runtime.log)
-    runtime.stop.set_action(signal.SIG_DFL)
-
-    val_loss = validate(state, validation)
-    if state.step < hp.iterations:
-        time_and_step = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms step:{state.step}"
-        runtime.log(f"stopping_early: wallclock_cap {time_and_step}/{hp.iterations}")
-    check_replicas(runtime, weights)
-    log_memory(runtime)
-
-    # Rank 0 writes the artifact. All ranks score its bytes.
-    artifact, sizes = export(state) if runtime.rank == 0 else (b"", {})
-    load_weights(state.gpt, runtime.broadcast(artifact), "final_model.int8.ptz")
-    figures = score(state, validation, ARTIFACT_SCORE)
-    figures["pre_quant_val_loss"] = val_loss
-    figures["pre_quant_val_bpb"] = validation.bits_per_byte(val_loss)
-    if runtime.rank == 0:
-        write_result(state, {**figures, **sizes})
-    return int(not math.isfinite(figures["val_loss"]))
-
-
-def score_file(state: TrainingState, validation: Validation) -> int:
-    """EVAL_ONLY. Returns the exit code."""
-    path, runtime = state.hp.eval_only, state.runtime
-    name = f"EVAL_ONLY={path!r}"
-    with naming(name):
-        data = Path(path).read_bytes() if runtime.rank == 0 else b""
-    quantized = load_weights(state.gpt, runtime.broadcast(data), name)
-    runtime.log(f"eval_only:{path}")
-    figures = score(state, validation, ARTIFACT_SCORE if quantized else "eval_only")
-    return int(not math.isfinite(figures["val_loss"]))
+    if not validation.is_tokenizer_right:
+        problem = (
+            f"TOKENIZER_PATH={hp.tokenizer_path!r} did not make these shards, val_bpb is wrong"
+        )
+        runtime.log(f"WARNING: {problem}: set it to the tokenizer that did")
+    if runtime.device.type == "cpu" and not hp.preset and num_params * hp.train_batch_tokens > 1e12:
+        runtime.log("WARNING: a step of these knobs takes minutes: PRESET=demo is for CPUs")
 
 
 def run() -> int:
-    """One whole run, as the environment wants it. Returns the exit code."""
-    # Knobs, device, process group, log.
+    """Run with the knobs of the environment. Returns the exit code."""
     hp = Hyperparameters.from_env(os.environ)
     runtime = open_runtime(hp)
-    for line in near_knobs(os.environ):
-        runtime.log(line)
+    log = runtime.log
+    notes = near_knobs(os.environ)
     if hp.preset == "demo" and not os.environ.keys() & {"DATA_PATH", "TOKENIZER_PATH"}:
-        runtime.log(prepare_demo(hp))
+        notes.append(prepare_demo(hp))
     compare_ranks(hp, runtime)
+    for knob, path in (("RESUME", hp.resume), ("EVAL_ONLY", hp.eval_only)):
+        if runtime.rank == 0 and path not in ("", "auto") and not os.path.isfile(path):
+            raise InputError(f"{knob}={path!r} is not a file")
 
-    # Tokens: all are found and checked before anything is compiled.
+    # Data, model, optimizers, and the file to score or to resume from.
     place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
     loader = None if hp.eval_only else DistributedTokenLoader(hp.files("train"), *place)
     validation = Validation(hp)
-
-    # The model and its optimizers.
     random.seed(hp.seed)
     np.random.seed(hp.seed)
     torch.manual_seed(hp.seed)  # CPU and CUDA
     gpt = GPT(hp, runtime.dtype).to(runtime.device)
     optimizers = [] if hp.eval_only else build_optimizers(gpt, runtime.compiled)
-    log_run(hp, runtime, validation, gpt)
     model = wrap(gpt, runtime)
     state = TrainingState(hp, runtime, gpt, model, optimizers, loader, Stopwatch(runtime))
+    if hp.eval_only:
+        data = Path(hp.eval_only).read_bytes() if runtime.rank == 0 else b""
+        is_artifact = load_weights(gpt, runtime.broadcast(data), f"EVAL_ONLY={hp.eval_only!r}")
+        notes.append(f"eval_only:{hp.eval_only}")
+    else:
+        notes += load_checkpoint(state)
 
-    # Score a file, or train, export and score.
-    code = score_file(state, validation) if hp.eval_only else train_and_export(state, validation)
-    if dist.is_initialized():
-        # All ranks leave together. The process group ends with the process: to destroy it can hang,
-        # when gloo's thread wants the GIL to free what it holds.
-        dist.barrier()
-    return code
+    if runtime.rank == 0:  # not before, so that input errors leave no log file
+        log.open(Path(hp.output_dir, "logs", f"{hp.run_id}.txt"), runtime.source)
+    log_run(state, validation)
+    for note in notes:
+        log(note)
+    if hp.eval_only:
+        result, lines = score(state, validation, is_artifact)
+        log(lines)
+        return int(not math.isfinite(result["val_loss"]))
+
+    warm_up(state)
+    val_loss = train(state, validation)
+    if val_loss is None:
+        return 128 + state.signum
+    weights = serialize(copy_tensors(gpt.state_dict(), "cpu"))
+    digests = runtime.gather(hashlib.sha256(weights).hexdigest())
+    strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if strays:
+        log(f"WARNING: replicas: the weights of ranks {strays} differ from rank 0's")
+    elif runtime.world_size > 1:
+        log("replicas:identical")
+    if runtime.device.type == "cuda":
+        allocated = torch.cuda.max_memory_allocated() >> 20
+        reserved = torch.cuda.max_memory_reserved() >> 20
+        log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+
+    # Rank 0 exports. All ranks score the artifact's bytes.
+    artifact = b""
+    is_written = True
+    if runtime.rank == 0:
+        artifact, sizes = export(state)
+        is_written = write_file(Path(hp.output_dir, "final_model.int8.ptz"), artifact, log)
+    load_weights(gpt, runtime.broadcast(artifact), "final_model.int8.ptz")
+    result, lines = score(state, validation, is_artifact=True)
+    if runtime.rank == 0:
+        pre_quant_bpb = validation.bits_per_byte(val_loss)
+        result |= sizes | {"pre_quant_val_loss": val_loss, "pre_quant_val_bpb": pre_quant_bpb}
+        result |= {"steps": state.step, "train_ms": state.stopwatch.elapsed_ms()}
+        result |= {"world_size": runtime.world_size, "torch": torch.__version__}
+        result["knobs"] = asdict(hp)
+        data = json.dumps(result, indent=1).encode()
+        write_file(Path(hp.output_dir, "final_result.json"), data, log)
+    log(lines)
+    return int(not is_written or not math.isfinite(result["val_loss"]))
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt, which prints a traceback
+    if sys.argv[1:] == ["--help"]:
+        print(__doc__, inspect.getsource(Hyperparameters).split("    def ")[0], sep="\n")
+        return
+    if len(sys.argv) > 1:
+        print(f"{sys.argv[1]!r}: knobs are environment variables, see --help", file=sys.stderr)
+        sys.exit(2)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt with its traceback
     try:
         code = run()
+        if dist.is_initialized():
+            # All ranks leave together. Destroying the process group could hang in gloo's thread.
+            dist.barrier()
     except Exception as error:
-        report_error(error)
         code = 1
+        if isinstance(error, RuntimeError):
+            time.sleep(1)  # another rank's error may be the cause: torchrun blames the first
+        if isinstance(error, InputError | OSError):
+            error.__traceback__ = None  # the message is enough
+        get_error_handler().record_exception(error)
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # below the status line
+        sys.excepthook(type(error), error, error.__traceback__)
     if "RANK" in os.environ:
-        # Not through the interpreter's own exit, which may hang, or abort, in gloo's threads.
-        os._exit(code)
+        os._exit(code)  # the interpreter's own exit may hang or abort in gloo's threads
     sys.exit(code)
 
 

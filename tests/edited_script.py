@@ -1,4 +1,4 @@
-"""What players put into train_gpt.py. As a program: a rank that trains with it, saves, goes on."""
+"""Edits of train_gpt.py. As a program: a rank that trains with them, saves and resumes."""
 
 import dataclasses
 import os
@@ -21,8 +21,8 @@ class BiasedAttention(train_gpt.CausalSelfAttention):
 
 
 class Factored(torch.optim.Optimizer):
-    """One second moment a row and one a column (Shazeer and Stern, 2018), in fp32, with a number
-    and a string beside them; no state at all for vectors."""
+    """One second moment per row and per column (Shazeer and Stern, 2018), and a number and a string
+    in the state; no state for vectors."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -30,7 +30,7 @@ class Factored(torch.optim.Optimizer):
             if p.ndim != 2:
                 p.sub_(0.001 * p.grad.sign())
                 continue
-            squares = p.grad.float().square() + 1e-12
+            squares = p.grad.square() + 1e-12
             state = self.state[p]
             rows = state.setdefault("rows", squares.mean(1)).lerp_(squares.mean(1), 0.1)
             columns = state.setdefault("columns", squares.mean(0)).lerp_(squares.mean(0), 0.1)
@@ -40,12 +40,11 @@ class Factored(torch.optim.Optimizer):
 
 
 class Average(torch.optim.Optimizer):
-    """An average of the weights in fp32: an optimizer that moves nothing, so that it is saved."""
+    """An average of the weights, as an optimizer that changes nothing, so that it is saved."""
 
     def step(self, closure: None = None) -> None:
         for p in self.param_groups[0]["params"]:
-            value = p.detach().to(torch.float32, copy=True)
-            self.state[p].setdefault("average", value).lerp_(value, 0.1)
+            self.state[p].setdefault("average", p.detach().clone()).lerp_(p.detach(), 0.1)
 
 
 def odd_optimizers(gpt: train_gpt.GPT, compiled: bool = False) -> list[torch.optim.Optimizer]:
@@ -55,7 +54,7 @@ def odd_optimizers(gpt: train_gpt.GPT, compiled: bool = False) -> list[torch.opt
 
 
 def bits(value: Any) -> Any:
-    """value in a form that == compares exactly, types and dtypes, too."""
+    """Convert value so that == compares it exactly, types and dtypes included."""
     if isinstance(value, dict):
         return {key: bits(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -71,8 +70,8 @@ def begin(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> train_gp
 
 
 def resume(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> list[float]:
-    """Two steps, a checkpoint, two more; from the checkpoint two more must lead to the same bits.
-    Returns the losses."""
+    """Two steps, a checkpoint and two more steps must give the same bits as two steps from the
+    checkpoint. Returns the losses."""
     whole = begin(hp, runtime)
     losses = [train_gpt.train_step(whole) for _ in range(2)]
     assert train_gpt.save_checkpoint(whole)

@@ -1,7 +1,7 @@
-"""What test_cuda_path.py runs in a process of its own, on a torch without CUDA: the trainer's own
-functions as rank 3 of 8, on a GPU that is not there. CPU tensors are real; CUDA tensors are fake:
-they have a shape, a dtype and a device, but no values. FOLDER/result.json then says where tensors
-are, and where the host waits for the GPU: python fake_cuda_worker.py FOLDER"""
+"""The process of test_cuda_path.py, on a torch without CUDA: calls the trainer's own functions as
+rank 3 of 8 on a GPU that does not exist. CPU tensors are real. CUDA tensors are fake: they have a
+shape, a dtype and a device, but no values. Writes to FOLDER/result.json where tensors are, and when
+the host waits for the GPU: python fake_cuda_worker.py FOLDER"""
 
 import ctypes
 import json
@@ -36,7 +36,7 @@ COPIES = (aten._to_copy.default, aten.copy_.default)
 
 
 def install_guard(folder: Path) -> None:
-    """torch asks for a device's guard before it takes a tensor there. This one does nothing."""
+    """Install a device guard, which torch asks for before it uses a device, that does nothing."""
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(GUARD)
     command = [os.environ.get("CXX", "c++"), "-w", "-std=c++20", "-shared", "-fPIC", str(source)]
@@ -46,8 +46,8 @@ def install_guard(folder: Path) -> None:
 
 
 class FakeGPU(TorchDispatchMode):
-    """Sees every operator. What touches the GPU is faked, what copies from it gives zeros. An
-    operator that takes tensors of both devices is an error: a real GPU refuses most of them."""
+    """Handles every operator. On the GPU it returns fake tensors; a copy from there is zeros. An
+    operator on tensors of both devices is an error, as for most of them on a real GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ class FakeGPU(TorchDispatchMode):
 
 
 def replace_what_needs_a_gpu(gpu: FakeGPU, parameters: list[torch.nn.Parameter]) -> None:
-    """Of torch, not of the trainer: the device's properties and clock, autograd's engine and the
-    exchange of Python values."""
+    """Replace parts of torch: the device's properties and clock, autograd's engine and the exchange
+    of Python values."""
 
     def backward(loss: torch.Tensor) -> None:
-        """Autograd's engine wants a real device: the gradients are only put in their places."""
+        """Set gradients to zeros. Autograd's engine needs a real device."""
         assert (loss.device, loss.ndim, loss.requires_grad) == (GPU, 0, True)
         for param in parameters:
             param.grad = torch.zeros_like(param)
@@ -117,7 +117,7 @@ def main() -> None:
     replace_what_needs_a_gpu(gpu, parameters)
 
     def check(name: str, action: Callable, *args: Any) -> Any:
-        """Note where the result of the action is, and how often it waits."""
+        """Record the devices of the action's result, and its waits."""
         gpu.waits.clear()
         value = action(*args)
         devices = {str(x.device) for x in tree_leaves(value) if isinstance(x, torch.Tensor)}

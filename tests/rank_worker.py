@@ -1,5 +1,5 @@
-"""What each rank of test_accumulation.py does: some optimizer steps of the trainer's own functions.
-It leaves the first gradients, all losses and the last weights in FOLDER/W_rank.pt."""
+"""A rank of test_accumulation.py: take some optimizer steps with the trainer's own functions, and
+write the first gradients, all losses and the last weights to FOLDER/W_rank.pt."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from tests.conftest import make_state
 
 
 def keep_gradients(state: train_gpt.TrainingState) -> list[dict[str, torch.Tensor]]:
-    """A list that gets, from now on, the gradients with which the optimizers take a step."""
+    """Return a list to which each later step appends the gradients that the optimizers get."""
     steps = []
 
     def keep(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -31,8 +31,8 @@ def counting_hook(
     return allreduce_hook(None, bucket)
 
 
-def validation_losses(state: train_gpt.TrainingState) -> list[float | None]:
-    """Side by side, in windows that overlap, and of one window, which most ranks do not have."""
+def validation_losses(state: train_gpt.TrainingState) -> list[float]:
+    """Losses in windows side by side, in sliding windows, and in one window for all ranks."""
     T = state.hp.train_seq_len
     tokens = train_gpt.Validation(state.hp).tokens
     cases = [(tokens, T), (tokens, 20), (tokens[: T + 1], T)]
@@ -52,14 +52,12 @@ def main() -> None:
         rank_loss = train_gpt.train_step(state)
         losses.append(sum(runtime.gather(rank_loss.item())) / runtime.world_size)
     validation = validation_losses(state)
-    runtime.stop.signum = 15 if runtime.rank == runtime.world_size - 1 else 0
     result = {
         "gradients": gradients[0],
         "weights": state.gpt.state_dict(),
         "losses": losses,
         "all_reduces": counter[0],
         "validation": validation,
-        "interrupted": validation_losses(state),
     }
     torch.save(result, folder / f"{runtime.world_size}_{runtime.rank}.pt")
     dist.barrier()

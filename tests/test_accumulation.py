@@ -1,4 +1,4 @@
-"""One step, any number of ranks: real gloo processes against one large batch in this process."""
+"""A step on 1, 2, 4 and 8 ranks: real gloo processes against one large batch in this process."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ STEPS = 10
 
 @pytest.fixture(scope="module", params=[1, 2, 4, 8])
 def ranks(request, tmp_path_factory, knobs) -> list[dict]:
-    """What every rank of a run of 1, 2, 4 and 8 ranks left behind."""
+    """The file that each rank of rank_worker.py wrote."""
     folder, world_size = tmp_path_factory.mktemp("ranks"), request.param
     worker = [ROOT / "tests" / "rank_worker.py", folder, str(STEPS)]
     for result in run_ranks(folder, {**knobs, "PYTHONPATH": str(ROOT)}, world_size, worker):
@@ -29,7 +29,7 @@ def hp(knobs) -> Hyperparameters:
 
 
 def one_batch(hp: Hyperparameters) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients and loss of the first step's tokens, all slots as one batch."""
+    """Gradients and loss of the first step's tokens as one batch."""
     loader = DistributedTokenLoader(hp.files("train"), 0, 1, "cpu")
     slots = [
         loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, hp.batch_slots)
@@ -67,7 +67,7 @@ def test_accumulated_gradients_are_those_of_one_batch(ranks, hp):
 
 @pytest.mark.parametrize("slots", [1, 2, 16])
 def test_slots_change_memory_not_the_gradient(hp, slots):
-    """But for the token between two slots, which each boundary takes out of the stream."""
+    """Except that each boundary between two slots takes one token out of the stream."""
     hp = dataclasses.replace(hp, batch_slots=slots)
     state = make_state(hp)
     steps = keep_gradients(state)
@@ -75,7 +75,7 @@ def test_slots_change_memory_not_the_gradient(hp, slots):
     assert_close(steps[0], one_batch(hp)[0], 1e-5)
 
 
-def test_gradients_travel_once_a_step(ranks):
+def test_gradients_are_all_reduced_once_a_step(ranks):
     assert {rank["all_reduces"] for rank in ranks} == {STEPS}  # all fit into one DDP bucket
 
 
@@ -96,13 +96,9 @@ def test_validation_is_the_same_for_every_world_size(ranks, alone):
         assert rank["validation"] == pytest.approx(alone["validation"], abs=2e-3)
 
 
-def test_a_signal_to_one_rank_ends_the_validation_of_all(ranks):
-    assert {loss for rank in ranks for loss in rank["interrupted"]} == {None}
-
-
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1e3])
 def test_the_norm_of_all_gradients_is_clipped_after_accumulation(hp, limit):
-    """0: not at all."""
+    """0 disables it."""
     state = make_state(dataclasses.replace(hp, grad_clip_norm=limit))
     steps = keep_gradients(state)
     train_step(state)

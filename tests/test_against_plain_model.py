@@ -1,4 +1,4 @@
-"""The trainer against the plain reading of the contract, over a short training in fp32."""
+"""A short training in fp32 against the plain model and optimizers."""
 
 import pytest
 from conftest import ALONE, make_state

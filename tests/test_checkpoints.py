@@ -1,5 +1,6 @@
-"""A run that is stopped or killed goes on from its checkpoint and ends as if it had not been."""
+"""A stopped or killed run resumes from its checkpoint and ends with the same bits."""
 
+import dataclasses
 import re
 import shutil
 import signal
@@ -16,34 +17,46 @@ from conftest import (
     run_here,
     run_ranks,
     same_models,
+    send_signals,
     start,
     write_worker,
 )
 
-from train_gpt import Hyperparameters, train_step
+import train_gpt
+from train_gpt import Hyperparameters, InputError, train_step
 
 CHECKPOINT = Path("checkpoints", "test.pt")
 
 
 @pytest.fixture(scope="module")
 def long_knobs(knobs):
-    """Steps enough to be stopped among them. Without a warm-up: what it changes in a process, going
-    on must change, too."""
+    """Knobs with enough steps to stop between two of them. There is no warm-up: what the first step
+    changes in a process, a resumed run must change, too."""
     more = {"ITERATIONS": "20", "WARMDOWN_ITERS": "15", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0"}
     return {**knobs, **more}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, long_knobs):
-    """The folder of a run with a checkpoint at every seven steps, and its log."""
+    """Folder and log of a run with a checkpoint every seven steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return folder, finished(run_here(folder, {**long_knobs, "CHECKPOINT_EVERY": "7"}))
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, long_knobs):
+    """The folder of the same run, stopped by a signal in step 14."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        send_signals(monkeypatch, 14, signal.SIGTERM)
+        assert run_here(folder, {**long_knobs, "CHECKPOINT_EVERY": "7"}).returncode == 143
+    return folder
+
+
 @pytest.fixture
-def copied(undisturbed, tmp_path):
+def copied(stopped, tmp_path):
     """A folder with the checkpoint of step 14."""
-    shutil.copytree(undisturbed[0] / "checkpoints", tmp_path / "checkpoints")
+    shutil.copytree(stopped / "checkpoints", tmp_path / "checkpoints")
     return tmp_path
 
 
@@ -55,26 +68,38 @@ def resume_line(lines: list[str]) -> str:
 # ---- one process ---------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_takes_the_place_of_the_one_before(undisturbed):
+def test_a_checkpoint_replaces_the_previous_one_and_the_last_step_has_one(undisturbed):
     folder, lines = undisturbed
-    said = [line for line in lines if line.startswith("checkpoint:")]
-    assert said == [f"checkpoint:{CHECKPOINT} step:{step}" for step in (7, 14)]
+    saved = [line for line in lines if line.startswith("checkpoint:")]
+    assert saved == [f"checkpoint:{CHECKPOINT} step:{step}" for step in (7, 14, 20)]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["test.pt"]
-    assert torch.load(folder / CHECKPOINT, weights_only=True)["step"] == 14
+    assert torch.load(folder / CHECKPOINT, weights_only=True)["step"] == 20
+
+
+def test_after_a_failed_export_the_same_command_goes_on_to_the_export(
+    undisturbed, copied, long_knobs, monkeypatch
+):
+    environ = {**long_knobs, "CHECKPOINT_EVERY": "7", "RESUME": "auto"}
+    with monkeypatch.context() as broken:
+        broken.setattr(train_gpt, "compress", lambda data: data.compressed)
+        assert run_here(copied, environ).returncode == 1
+    assert not (copied / "final_model.int8.ptz").exists()
+    lines = finished(run_here(copied, environ))
+    assert resume_line(lines) == f"resume:{CHECKPOINT} step:20 changed:nothing"
+    assert not [line for line in lines if "train_loss:" in line]
+    assert same_models(copied, undisturbed[0])
 
 
 @pytest.mark.parametrize("resume", ["auto", str(CHECKPOINT)])
-def test_a_run_goes_on_to_the_same_bits_and_names_the_knobs_that_changed(
+def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(
     undisturbed, copied, long_knobs, resume
 ):
-    """The training time goes on, too."""
+    """The training time continues, too."""
     environ = {**long_knobs, "RESUME": resume, "CHECKPOINT_EVERY": "0", "TRAIN_LOG_EVERY": "1"}
     lines = finished(run_here(copied, environ))
     begin, _, changes = resume_line(lines).partition(" changed:")
     assert begin == f"resume:{CHECKPOINT} step:14"
-    assert {"TRAIN_LOG_EVERY:200->1", "CHECKPOINT_EVERY:7->0"} == {
-        change for change in changes.split() if not change.startswith("RESUME:")
-    }
+    assert set(changes.split()) == {"TRAIN_LOG_EVERY:200->1", "CHECKPOINT_EVERY:7->0"}
     steps = [line.split()[0] for line in lines if "train_loss" in line]
     assert steps == [f"step:{step}/20" for step in range(15, 21)]
     assert same_models(copied, undisturbed[0])
@@ -83,7 +108,7 @@ def test_a_run_goes_on_to_the_same_bits_and_names_the_knobs_that_changed(
     assert float(re.search(r"train_time:(\d+)ms", end)[1]) > saved["train_ms"] > 0
 
 
-def test_rates_are_those_of_now_and_what_else_is_in_a_group_is_restored(long_knobs):
+def test_the_current_rates_apply_and_the_rest_of_a_group_is_restored(long_knobs):
     state = make_state(Hyperparameters.from_env(long_knobs))
     train_step(state)
     state.optimizers[1].param_groups[0]["custom"] = 5
@@ -99,48 +124,69 @@ def test_rates_are_those_of_now_and_what_else_is_in_a_group_is_restored(long_kno
     ("changes", "words"),
     [
         ({}, f"{CHECKPOINT} exists: set RESUME=auto or another RUN_ID"),
-        ({"RESUME": "auto", "NUM_LAYERS": "2"}, f"RESUME='auto': {CHECKPOINT} "),
+        ({"RESUME": "auto", "NUM_LAYERS": "2"}, f"RESUME='{CHECKPOINT}'"),
     ],
 )
-def test_what_cannot_be_gone_on_from_is_refused_before_the_warm_up(
+def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
     copied, long_knobs, changes, words
 ):
-    """The checkpoint stays as it was."""
+    """The checkpoint is not overwritten."""
     before = (copied / CHECKPOINT).read_bytes()
-    result = run_here(
-        copied, {**long_knobs, "WARMUP_STEPS": "1", "CHECKPOINT_EVERY": "1", **changes}
-    )
+    environ = {**long_knobs, "WARMUP_STEPS": "1", "CHECKPOINT_EVERY": "1", **changes}
+    result = run_here(copied, environ)
     failed(result, words)
-    assert "warmup_step:" not in result.stdout
+    assert result.stdout == "" and not (copied / "logs").exists()
     assert (copied / CHECKPOINT).read_bytes() == before
+
+
+def test_resuming_with_fewer_train_shards_is_an_error(tmp_path, dataset, long_knobs):
+    hp = Hyperparameters.from_env({**long_knobs, "OUTPUT_DIR": str(tmp_path)})
+    state = make_state(hp)
+    state.loader.stream.shard = 1
+    train_gpt.save_checkpoint(state)
+    shutil.copy(dataset / "fineweb_train_000000.bin", tmp_path)
+    hp = dataclasses.replace(hp, data_path=str(tmp_path), resume="auto")
+    with pytest.raises(InputError, match="RESUME=.*test.pt' has used more train shards.*DATA_PATH"):
+        train_gpt.load_checkpoint(make_state(hp))
 
 
 def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(copied, long_knobs):
     before = (copied / CHECKPOINT).read_bytes()
     environ = {**long_knobs, "MATRIX_LR": "1e30", "RESUME": "auto", "TRAIN_LOG_EVERY": "0"}
     result = run_here(copied, {**environ, "CHECKPOINT_EVERY": "6"})
-    assert "\nWARNING: no checkpoint: the sum of the weights is " in result.stdout
-    assert (result.returncode, result.stderr) == (1, "")  # a finished run is scored all the same
+    assert "\nWARNING: no checkpoint: " in result.stdout
+    assert (result.returncode, result.stderr) == (1, "")  # a finished run is still scored
     assert (copied / CHECKPOINT).read_bytes() == before
 
 
 # ---- several ranks -------------------------------------------------------------------------------
 
 
-def test_four_ranks_go_on_to_the_same_bits(tmp_path, long_knobs):
-    """The order in which DDP adds gradients up changes after the first step of a process."""
+# A signal in step 3.
+STOP = """
+def train_step(state, train_step=train_gpt.train_step):
+    if state.step == 2:
+        os.kill(os.getpid(), 15)
+    return train_step(state)
+
+train_gpt.train_step = train_step"""
+
+
+def test_four_ranks_resume_to_the_same_bits(tmp_path, long_knobs):
+    """The order in which DDP adds gradients changes after the first step of a process."""
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     whole.mkdir()
+    rest.mkdir()
     environ = {**long_knobs, "ITERATIONS": "5"}
-    finished(run_ranks(whole, {**environ, "CHECKPOINT_EVERY": "3"}, 4)[0])
-    shutil.copytree(whole / "checkpoints", rest / "checkpoints")
+    finished(run_ranks(whole, environ, 4)[0])
+    assert run_ranks(rest, environ, 4, [write_worker(tmp_path, STOP)])[0].returncode == 143
     lines = finished(run_ranks(rest, {**environ, "RESUME": "auto"}, 4)[0])
     assert resume_line(lines).startswith(f"resume:{CHECKPOINT} step:3 ")
     assert same_models(rest, whole)
 
 
-# Rank 1 of the first start kills itself in step 12. It is late at the second, where rank 0 must not
-# find its old address; there all wait in step 18 for their end.
+# Rank 1 kills itself in step 12. After the restart it is late, and rank 0 must not find its old
+# address. In step 18 all wait for the signal.
 KILL = """
 first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 is_last = os.environ["RANK"] == "1"
@@ -152,7 +198,7 @@ def train_step(state, train_step=train_gpt.train_step):
         os.kill(os.getpid(), 9)
     if state.step == 17:
         state.runtime.log("waiting")
-        while not state.runtime.stop.signum:
+        while not state.signum:
             time.sleep(0.05)
     return train_step(state)
 
@@ -160,8 +206,9 @@ train_gpt.train_step = train_step"""
 
 
 def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
-    """torchrun starts all ranks again when one is killed; when it is stopped itself, all save and
-    leave. Going on then, two ranks end with the same bits as undisturbed ones, one rank nearly."""
+    """torchrun restarts all ranks when one is killed. When it gets a signal itself, they save and
+    leave. Two ranks that resume end with the same bits as undisturbed ones, one with nearly the
+    same."""
     environ = {**long_knobs, "CHECKPOINT_EVERY": "5", "RESUME": "auto"}
     worker = write_worker(tmp_path, KILL)
     agent = start(tmp_path, environ, [*launch_command(2, restarts=1), worker])
@@ -169,8 +216,8 @@ def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
     read_until(agent, "waiting")
     agent.send_signal(signal.SIGTERM)
     stopped = agent.communicate(timeout=240)[0].splitlines()[-1]
-    way_on = "to go on, set RESUME=auto and RUN_ID=test"
-    assert stopped == f"stopped: signal:15 step:18/20: {way_on}"
+    advice = "to resume, set RESUME=auto and RUN_ID=test"
+    assert stopped == f"stopped: signal:15 step:18/20: {advice}"
     shutil.copytree(tmp_path / "checkpoints", tmp_path / "one" / "checkpoints")
     lines = finished(run_ranks(tmp_path, environ, 2)[0])
     assert resume_line(lines).startswith(f"resume:{CHECKPOINT} step:18 ")

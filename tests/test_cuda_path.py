@@ -1,5 +1,5 @@
-"""The GPU's path on a machine without one: fake_cuda_worker.py calls the trainer's own functions on
-fake CUDA tensors. A tensor on the wrong device is an error there; a wait for the GPU is counted."""
+"""The CUDA path on a machine without a GPU: fake_cuda_worker.py calls the trainer's functions on
+fake CUDA tensors, counts waits for the GPU and fails if a tensor is on the wrong device."""
 
 import json
 import os
@@ -12,15 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, process_environ
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train_gpt import attention_backends
+from train_gpt import attend, attention_backends
 
 CXX = os.environ.get("CXX", "c++")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, knobs) -> dict[str, dict]:
-    """For each check of the worker the devices of what it makes, and the waits for the GPU."""
+    """For each check of the worker, devices of its tensors and waits for the GPU."""
     if torch.backends.cuda.is_built() or not shutil.which(CXX):
         pytest.skip(f"needs a torch without CUDA and a compiler ({CXX})")
     folder = tmp_path_factory.mktemp("fake_cuda")
@@ -45,10 +46,31 @@ def test_only_what_is_saved_is_on_the_cpu(results):
     assert all(places == ["cuda:0"] for places in devices.values())
 
 
-@pytest.mark.parametrize("major, first", [(8, "FLASH"), (9, "CUDNN"), (10, "FLASH")])
-def test_cudnn_comes_first_on_hopper_and_is_left_out_elsewhere(monkeypatch, major, first):
+@pytest.mark.parametrize("dtype, heads", [("float32", [4, 4, 4]), ("bfloat16", [4, 2, 2])])
+def test_k_and_v_are_repeated_for_each_query_head_in_fp32_only(monkeypatch, dtype, heads):
+    """So that a fused kernel takes them."""
+    found = []
+
+    def attention(*parts: torch.Tensor, **settings) -> torch.Tensor:
+        found.extend(part.size(1) for part in parts)
+        return parts[0]
+
+    properties = SimpleNamespace(major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        settings = {"device": "cuda", "dtype": getattr(torch, dtype)}
+        attend(*(torch.empty(2, 8, n, 16, **settings) for n in (4, 2, 2)))
+    assert found == heads
+
+
+@pytest.mark.parametrize(
+    "major, seq_len, first",
+    [(8, 1024, "FLASH"), (9, 1024, "CUDNN"), (9, 1000, "FLASH"), (10, 1024, "FLASH")],
+)
+def test_cudnn_is_for_hopper_and_multiples_of_128_tokens(monkeypatch, major, seq_len, first):
     properties = SimpleNamespace(major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     order = ["CUDNN", "FLASH", "EFFICIENT", "MATH"]
-    found = [backend.name.split("_")[0] for backend in attention_backends(torch.device("cuda"))]
-    assert found == order[order.index(first) :]
+    backends = attention_backends(torch.device("cuda"), seq_len)
+    assert [backend.name.split("_")[0] for backend in backends] == order[order.index(first) :]

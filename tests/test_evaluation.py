@@ -1,19 +1,30 @@
-"""Bytes of a token, the validation split, the loss over it, the lines that say it."""
+"""Bytes of tokens, the validation split, the loss over it, the lines of the score."""
 
 import math
+import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import sentencepiece
 import torch
-from conftest import ALONE, TEXTS, VOCAB_SIZE, Lines, write_shard
+from conftest import (
+    ALONE,
+    TEXTS,
+    VOCAB_SIZE,
+    Lines,
+    finished,
+    run_here,
+    train_tokenizer,
+    write_shard,
+)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import train_gpt
-from train_gpt import GPT, Hyperparameters, InputError, StopSignal, TrainingState, Validation
+from train_gpt import GPT, Hyperparameters, InputError, TrainingState, Validation
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +37,9 @@ def sp(tokenizer) -> sentencepiece.SentencePieceProcessor:
 def test_bytes_are_those_of_the_decoded_text(sp, text):
     """For any text: words, runs of spaces, characters that fall back to bytes."""
     ids = sp.encode(text)
-    # A literal U+2581 cannot be told from a space; the rest has no bytes of its own.
+    # A literal U+2581 is encoded like a space. Unknown characters have no bytes.
     assume("\u2581" not in text and "\ufffd" not in sp.decode(ids) and sp.unk_id() not in ids)
-    # A letter in front, so that the decoder keeps a leading space.
+    # A letter first, so that the decoder keeps a leading space.
     ids = [*sp.encode("a"), *ids]
     assert train_gpt.count_bytes(sp, np.array(ids)) == len(sp.decode(ids).encode()) - 1
 
@@ -40,7 +51,7 @@ def test_bytes_by_the_rules(sp):
     for ids, expected in [
         ([letter, lone], 1),
         ([letter, word], 4),
-        ([bos, word], 3),  # no space behind a control piece
+        ([bos, word], 3),  # no space after a control piece
         ([unk, word], 3),
         ([word, byte], 1),
         ([word, bos, unk, letter], 1),
@@ -51,7 +62,7 @@ def test_bytes_by_the_rules(sp):
 
 @pytest.fixture
 def small(tmp_path, tokenizer) -> Hyperparameters:
-    """A validation split of two shards, 100 tokens; T = 16."""
+    """A validation split of two shards and 100 tokens; T = 16."""
     rng = np.random.default_rng(0)
     for i, n in enumerate((37, 63)):
         write_shard(tmp_path / f"fineweb_val_{i:06d}.bin", rng.integers(4, VOCAB_SIZE, n))
@@ -63,21 +74,38 @@ def small(tmp_path, tokenizer) -> Hyperparameters:
 
 
 def state_of(hp: Hyperparameters) -> TrainingState:
-    """As under EVAL_ONLY, with a model that has something to say."""
+    """A state as under EVAL_ONLY, with noise on all weights."""
     torch.manual_seed(0)
     gpt = GPT(hp, torch.float32)
     with torch.no_grad():
         for param in gpt.parameters():
             param.add_(0.1 * torch.randn_like(param))
-    runtime = replace(ALONE, log=Lines(), stop=StopSignal())
+    runtime = replace(ALONE, log=Lines())
     return TrainingState(hp, runtime, gpt, gpt, [], None, train_gpt.Stopwatch(runtime))
 
 
-def test_a_tokenizer_that_does_not_fit_is_named_with_the_way_out(small):
+def test_a_tokenizer_of_another_size_is_an_error_that_names_its_path_first(small):
     with pytest.raises(InputError, match="TOKENIZER_PATH='/nowhere'(.|\n)*PRESET=demo"):
         Validation(replace(small, tokenizer_path="/nowhere"))
-    with pytest.raises(InputError, match=f"TOKENIZER_PATH.* set VOCAB_SIZE={VOCAB_SIZE}"):
+    with pytest.raises(InputError, match=f"^TOKENIZER_PATH.*or VOCAB_SIZE={VOCAB_SIZE}$"):
         Validation(replace(small, vocab_size=1024))
+
+
+@pytest.mark.parametrize("settings", [{}, {"model_type": "unigram", "add_dummy_prefix": True}])
+def test_another_tokenizer_of_the_same_size_is_a_warning(dataset, knobs, tmp_path, settings):
+    """The right one is not, whatever its kind."""
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(train_tokenizer(**settings))
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    tokens = [token for text in TEXTS[:5] for token in (sp.bos_id(), *sp.encode(text))]
+    write_shard(tmp_path / "fineweb_val_000000.bin", tokens)
+    shutil.copy(dataset / "fineweb_train_000000.bin", tmp_path)
+    environ = {**knobs, "TOKENIZER_PATH": str(path), "DATA_PATH": str(tmp_path)}
+    environ |= {"ITERATIONS": "0", "WARMUP_STEPS": "0"}
+    warning = f"WARNING: .*TOKENIZER_PATH='{path}'"
+    assert not re.search(warning, "\n".join(finished(run_here(tmp_path, environ))))
+    path.write_bytes(train_tokenizer(**settings, sentence_iterator=iter(TEXTS[0].splitlines())))
+    assert re.search(warning, "\n".join(finished(run_here(tmp_path, environ))))
 
 
 def test_the_split_is_cut_to_whole_sequences(small, tmp_path, sp):
@@ -103,9 +131,9 @@ def test_too_few_tokens_and_foreign_tokens(small, tmp_path):
 
 
 @pytest.mark.parametrize("stride", [1, 4, 5, 15, 16])
-def test_each_target_is_scored_once_in_the_first_window_that_holds_it(small, stride):
-    """Against scoring token by token, for any number of ranks and windows in a batch. A stride of
-    16 is the metric: windows side by side."""
+def test_each_target_is_scored_once_in_the_first_window_that_contains_it(small, stride):
+    """The reference scores token by token. For any number of ranks and windows in a batch. With a
+    stride of 16 windows are side by side."""
     state, tokens = state_of(small), Validation(small).tokens
     ids = tokens.to(torch.int64)
     ends = [16, *range(16 + stride, 96, stride), 96]  # of windows, in targets
@@ -119,50 +147,51 @@ def test_each_target_is_scored_once_in_the_first_window_that_holds_it(small, str
         state.hp = replace(small, val_batch_size=8 * 16 * batch)
         loss = 0.0
         for rank in range(world_size):
-            state.runtime = replace(ALONE, rank=rank, world_size=world_size, stop=StopSignal())
-            # Without a process group this rank's share stands for that of every rank.
+            state.runtime = replace(ALONE, rank=rank, world_size=world_size)
+            # Without a process group this rank's sum counts once per rank.
             loss += train_gpt.evaluate(state, tokens, stride) / world_size
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
 class Watched(nn.Module):
-    """Keeps the mode of every call, of its own and of a layer's inside, and whether gradients are
-    kept. Gets a signal in the third call."""
+    """Records for each call the shape, the modes of itself and of a layer, and whether gradients
+    are recorded."""
 
-    def __init__(self, stop: StopSignal) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.stop, self.seen = nn.Dropout(), stop, []
+        self.layer, self.calls = nn.Dropout(), []
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, reduction: str) -> torch.Tensor:
-        self.seen.append((self.training, self.layer.training, torch.is_grad_enabled()))
-        if len(self.seen) == 3:
-            self.stop.handle(15, None)
+        modes = self.training, self.layer.training, torch.is_grad_enabled()
+        self.calls.append((x.shape, y.shape, x.is_contiguous(), *modes))
         return y.float()
 
 
-def test_validation_is_in_eval_mode_until_a_signal_ends_it(small):
-    state = state_of(small)
-    state.model = Watched(state.runtime.stop)
-    assert train_gpt.evaluate(state, Validation(small).tokens, 16) is None
-    assert state.model.seen == 3 * [(False, False, False)]
+@pytest.mark.parametrize("stride", [16, 5])
+def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small, stride):
+    """Another shape would be compiled. Six or seventeen windows are no multiple of four."""
+    state = state_of(replace(small, val_batch_size=8 * 16 * 4))
+    state.model = Watched()
+    train_gpt.evaluate(state, Validation(small).tokens, stride)
+    shape = torch.Size([4, 16])
+    assert set(state.model.calls) == {(shape, shape, True, False, False, False)}
     assert state.model.training and state.model.layer.training
 
 
-def test_the_last_lines_are_the_score_rounded_and_exact(small):
-    hp = replace(small, eval_stride=4)
+@pytest.mark.parametrize("stride, suffix", [(0, ""), (4, " stride:4")])
+def test_the_last_lines_are_the_score_rounded_and_exact(small, stride, suffix):
+    """EVAL_STRIDE makes it the score of sliding windows."""
+    hp = replace(small, eval_stride=stride, max_val_tokens=50)
     state, validation = state_of(hp), Validation(hp)
+    loss = train_gpt.evaluate(state, validation.tokens, stride or 16)
+    bpb = validation.bits_per_byte(loss)
+    result, lines = train_gpt.score(state, validation, is_artifact=True)
+    rounded, exact = lines.splitlines()
     name = "final_int8_zlib_roundtrip"
-    figures = train_gpt.score(state, validation, name)
-    loss, sliding = (train_gpt.evaluate(state, validation.tokens, stride) for stride in (16, 4))
-    bpb, sliding_bpb = (validation.bits_per_byte(value) for value in (loss, sliding))
-    first, rounded, exact = state.runtime.log.text.splitlines()
-    assert first == f"{name}_sliding stride:4 val_loss:{sliding:.8f} val_bpb:{sliding_bpb:.8f}"
     assert rounded.startswith(f"{name} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:")
-    assert exact == f"{name}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f}"
-    assert (figures["val_loss"], figures["sliding_val_bpb"]) == (loss, sliding_bpb)
-    partial = Validation(replace(hp, max_val_tokens=50))
-    train_gpt.score(state, partial, "eval_only")
-    *_, sliding, last = state.runtime.log.text.splitlines()
-    assert sliding.startswith("eval_only_sliding stride:4 val_loss:")
-    assert last.startswith("eval_only val_loss:")
-    assert sliding.endswith(" partial:3/6") and last.endswith(" partial:3/6")
+    assert rounded.endswith(f"ms partial:3/6{suffix}")
+    figures = f"val_loss:{loss:.8f} val_bpb:{bpb:.8f} partial:3/6"
+    assert exact == f"{name}_exact {figures}"
+    assert (result["val_loss"], result["val_bpb"], result["stride"]) == (loss, bpb, stride or 16)
+    _, line = train_gpt.score(state, validation, is_artifact=False)
+    assert line == f"eval_only {figures}{suffix}"

@@ -1,4 +1,4 @@
-"""What only a GPU can show: python -m pytest tests -m gpu"""
+"""Tests that need a GPU: python -m pytest tests -m gpu"""
 
 import os
 import re
@@ -24,7 +24,7 @@ REFERENCE_PEAK_MIB = 10_184  # the reference's published run, 8xH100, the same s
 
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
-    """In fp32, until a run of the script allows TF32 again."""
+    """Disable TF32, which a run of the script allows."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
@@ -33,13 +33,13 @@ def on_gpu(dtype: torch.dtype, compiled: bool = False) -> Runtime:
 
 
 def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The largest difference of two tensors of a pair, by the norm of the one that is wanted."""
+    """The largest distance of a pair of tensors, relative to the norm of the wanted one."""
     pairs = [(a.double(), b.double()) for a, b in zip(found, wanted, strict=True)]
     return max(((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in pairs)
 
 
 def loss_and_gradients(dtype: torch.dtype, compiled: bool) -> list[Tensor]:
-    """Of two wide layers, in which no weight is zero, as it would be at the start."""
+    """Loss and gradients of two wide layers without the zeros of the initial weights."""
     hp = Hyperparameters(num_layers=2, train_seq_len=256)
     torch.manual_seed(0)
     gpt = GPT(hp, dtype).to(GPU)
@@ -68,7 +68,7 @@ def test_compiled_against_eager():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_against_float64(dtype):
-    """The output and the gradients, of the default model's heads."""
+    """Output and gradients with the default model's heads."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 512, heads, 64, device=GPU).to(dtype) for heads in (8, 4, 4))
     parts = [part.requires_grad_() for part in (q, k, v)]

@@ -1,9 +1,13 @@
-"""Hyperparameters: defaults, conversion, presets, what is refused, and the place of a rank."""
+"""Hyperparameters: defaults, conversion, presets, errors; a rank's device and network."""
 
 import dataclasses
+import os
+import sys
 from typing import get_type_hints
+from unittest.mock import patch
 
 import pytest
+import torch
 from conftest import finished, run_here, same_models
 
 from train_gpt import PRESETS, Hyperparameters, InputError, near_knobs, open_device, open_runtime
@@ -12,7 +16,7 @@ PATTERNS = (
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
     "skip_weight", "skip_weights",
 )  # fmt: skip
-# The contract's knobs, then ours, which are all off.
+# The contract's knobs, then ours, all disabled.
 DEFAULTS = dict(
     OUTPUT_DIR=".", DATA_PATH="./data/datasets/fineweb10B_sp1024",
     TOKENIZER_PATH="./data/tokenizers/fineweb_1024_bpe.model", SEED=1337, VAL_BATCH_SIZE=524288,
@@ -25,15 +29,15 @@ DEFAULTS = dict(
     MUON_MOMENTUM_WARMUP_STEPS=500, BETA1=0.9, BETA2=0.95, ADAM_EPS=1e-8, GRAD_CLIP_NORM=0.0,
     CONTROL_TENSOR_NAME_PATTERNS=PATTERNS, INT8_KEEP_FLOAT_FP32_NAME_PATTERNS=PATTERNS,
     DEVICE="auto", DTYPE="auto", COMPILE="auto", PRESET="", BATCH_SLOTS=8, CHECKPOINT_EVERY=0,
-    RESUME="", EVAL_ONLY="", ACTIVATION_CHECKPOINT=False, MAX_VAL_TOKENS=0, EVAL_STRIDE=0,
+    RESUME="", EVAL_ONLY="", MAX_VAL_TOKENS=0, EVAL_STRIDE=0,
     WARMDOWN_FRAC=0.0,
 )  # fmt: skip
-# Knobs that fit each other, whatever the defaults are.
+# Knobs that go together, whatever the defaults are.
 FITTING = dict(
     MODEL_DIM="512", NUM_HEADS="8", NUM_KV_HEADS="4", TRAIN_SEQ_LEN="1024", BATCH_SLOTS="8",
     TRAIN_BATCH_TOKENS="524288", VAL_BATCH_SIZE="524288",
 )  # fmt: skip
-# All knobs that 0 switches off.
+# All knobs that 0 disables.
 SWITCHES = (
     "VAL_LOSS_EVERY TRAIN_LOG_EVERY CHECKPOINT_EVERY WARMUP_STEPS WARMDOWN_ITERS WARMDOWN_FRAC "
     "MAX_WALLCLOCK_SECONDS MAX_VAL_TOKENS EVAL_STRIDE GRAD_CLIP_NORM MUON_MOMENTUM_WARMUP_STEPS"
@@ -90,13 +94,13 @@ def test_a_bad_value_is_one_line_with_its_variable_and_value(name, text):
         (dict(RESUME="auto"), ["RESUME='auto'", "RUN_ID"]),
     ],
 )  # fmt: skip
-def test_knobs_that_do_not_fit_each_other(environ, words):
+def test_knobs_that_do_not_go_together(environ, words):
     with pytest.raises(InputError) as caught:
         Hyperparameters.from_env({**FITTING, **environ})
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_below_0_switches_off_what_0_switches_off(tmp_path, knobs):
+def test_a_negative_value_disables_what_0_disables(tmp_path, knobs):
     logs = []
     for value in ("0", "-1"):
         (tmp_path / value).mkdir()
@@ -105,12 +109,12 @@ def test_below_0_switches_off_what_0_switches_off(tmp_path, knobs):
     assert same_models(tmp_path / "0", tmp_path / "-1")
     for log in logs:
         text = "\n".join(log)
-        absent = ("warmup_step:", "train_loss", "step:0/", "sliding", "partial", "checkpoint:")
+        absent = ("warmup_step:", "train_loss", "step:0/", "stride:", "partial", "checkpoint:")
         assert not [word for word in absent if word in text]
         assert "step:2/2 val_loss" in text
 
 
-def test_the_environment_wins_over_the_preset():
+def test_the_environment_overrides_the_preset():
     preset = PRESETS["demo"]
     demo = Hyperparameters.from_env({"PRESET": "demo"})
     assert demo.model_dim == int(preset["MODEL_DIM"]) and demo.data_path == preset["DATA_PATH"]
@@ -121,12 +125,12 @@ def test_the_environment_wins_over_the_preset():
 @pytest.mark.parametrize(
     "variable, knob", [("VOCABSIZE", "VOCAB_SIZE"), ("iterations", "ITERATIONS")]
 )
-def test_a_variable_that_nearly_is_a_knob_names_the_knob(variable, knob):
+def test_a_variable_with_nearly_the_name_of_a_knob_is_named(variable, knob):
     (line,) = near_knobs({variable: "1", "PATH": "/bin"})
     assert f"'{variable}'" in line and line.endswith(f" {knob}?")
 
 
-def test_the_variables_of_a_usual_machine_are_no_slips():
+def test_the_variables_of_a_usual_machine_are_not_named():
     usual = """
         PATH HOME SHELL TERM LANG TMPDIR PYTHONPATH VIRTUAL_ENV CONDA_PREFIX CUDA_HOME TORCH_LOGS
         CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NCCL_DEBUG NCCL_SOCKET_IFNAME OMP_NUM_THREADS HF_HOME
@@ -146,6 +150,26 @@ def test_a_world_size_that_does_not_divide_the_slots(monkeypatch, world_size):
         open_runtime(Hyperparameters(batch_slots=6))
 
 
-def test_a_gpu_that_is_not_there():
-    with pytest.raises(InputError, match="DEVICE='cuda' LOCAL_RANK=99"):
+@pytest.mark.parametrize(
+    "local, given, used", [("2", None, "lo"), ("1", None, None), ("2", "eth7", "eth7")]
+)
+def test_one_node_uses_the_loopback_interface(monkeypatch, local, given, used):
+    """Before torch looks for the other ranks, and not if GLOO_SOCKET_IFNAME is set."""
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local}
+    environ |= {} if given is None else {"GLOO_SOCKET_IFNAME": given}
+    seen = []
+
+    def rendezvous(url: str) -> None:
+        seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+        raise ConnectionError
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
+    with patch.dict(os.environ, environ), pytest.raises(ConnectionError):
+        open_runtime(Hyperparameters(device="cpu"))
+    assert seen == [used]
+
+
+def test_a_missing_gpu_is_an_error():
+    with pytest.raises(InputError, match="DEVICE='cuda'.*set DEVICE=cpu"):
         open_device(Hyperparameters(device="cuda"), 99)

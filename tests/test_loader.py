@@ -1,4 +1,4 @@
-"""Shards, the token stream and how it is dealt out to the ranks."""
+"""Shards, the token stream, and each rank's part of it."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from train_gpt import DistributedTokenLoader, InputError, TokenStream, load_data
 
 
 def write_counting_shards(folder, sizes: list[int]) -> str:
-    """Shards of so many tokens, which count up from 0 through all of them; their pattern."""
+    """Write shards of these sizes, whose tokens count up from 0. Returns their pattern."""
     first = 0
     for i, size in enumerate(sizes):
         write_shard(folder / f"fineweb_train_{i:06d}.bin", range(first, first + size))
@@ -25,7 +25,7 @@ def shards(tmp_path) -> str:
     return write_counting_shards(tmp_path, [100, 0, 7, 250])
 
 
-def test_a_shard_is_its_tokens(tmp_path):
+def test_a_shard_loads_as_its_tokens(tmp_path):
     path = write_shard(tmp_path / "a.bin", [5, 65535, 0])
     tokens = load_data_shard(path)
     assert tokens.dtype == torch.uint16 and tokens.tolist() == [5, 65535, 0]
@@ -34,7 +34,7 @@ def test_a_shard_is_its_tokens(tmp_path):
 
 
 def test_a_shard_is_mapped_not_read(tmp_path):
-    """What the file says later is what the tokens are."""
+    """A later change of the file changes the tokens."""
     path = write_shard(tmp_path / "a.bin", [5, 6, 7])
     tokens = load_data_shard(path)
     with open(path, "r+b") as file:
@@ -48,8 +48,8 @@ def test_a_shard_is_mapped_not_read(tmp_path):
     [
         (dict(magic=20240521), ["[20240521, 1, 3]"]),
         (dict(version=2), ["[20240520, 2, 3]"]),
-        (dict(count=4), ["4 tokens", "1030 bytes"]),  # cut short
-        (dict(count=2), ["2 tokens", "1030 bytes"]),  # too long
+        (dict(count=4), ["[20240520, 1, 4]", "1030 bytes"]),  # cut short
+        (dict(count=2), ["[20240520, 1, 2]", "1030 bytes"]),  # too long
     ],
 )
 def test_a_wrong_header_or_size_names_the_file(tmp_path, damage, words):
@@ -60,14 +60,14 @@ def test_a_wrong_header_or_size_names_the_file(tmp_path, damage, words):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 5000])
-def test_an_empty_or_foreign_file_names_itself(tmp_path, content):
+def test_an_empty_or_foreign_file_is_named(tmp_path, content):
     path = tmp_path / "foreign.bin"
     path.write_bytes(content)
     with pytest.raises(InputError, match="foreign.bin"):
         load_data_shard(path)
 
 
-def test_without_shards_the_error_names_the_ways_to_get_them():
+def test_without_shards_the_error_says_how_to_get_them():
     with pytest.raises(InputError) as caught:
         TokenStream("/nowhere/fineweb_train_*.bin")
     words = ["/nowhere/fineweb_train_*.bin", "cached_challenge_fineweb.py", "PRESET=demo"]
@@ -79,7 +79,7 @@ def test_shards_without_any_token_are_an_error_not_a_loop(tmp_path):
         TokenStream(write_counting_shards(tmp_path, [0]))
 
 
-def test_the_stream_runs_through_all_shards_in_order_and_wraps(shards):
+def test_the_stream_reads_all_shards_in_order_and_starts_again(shards):
     stream = TokenStream(shards)
     taken = [stream.take(n) for n in (1, 99, 3, 200, 54, 400)]
     assert [len(part) for part in taken] == [1, 99, 3, 200, 54, 400]
@@ -113,8 +113,8 @@ def test_targets_are_inputs_shifted_by_one(shards):
 def test_a_step_is_the_same_eight_spans_for_every_world_size(
     tmp_path_factory, world_size, sizes, seq_len, sequences, steps
 ):
-    """The spans of all micro-steps and ranks, in this order, are the stream: none is lost, none is
-    read twice. A span is its inputs and its last target."""
+    """The spans of all micro-steps and ranks, in this order, are the stream. A span is its inputs
+    and its last target."""
     pattern = write_counting_shards(tmp_path_factory.mktemp("shards"), sizes)
     loaders = [DistributedTokenLoader(pattern, r, world_size, "cpu") for r in range(world_size)]
     accum = 8 // world_size
@@ -126,8 +126,8 @@ def test_a_step_is_the_same_eight_spans_for_every_world_size(
     assert spans == [[(i * length + j) % total for j in range(length)] for i in range(8 * steps)]
 
 
-def test_a_position_behind_the_end_of_a_shard_goes_on_with_the_next(tmp_path):
-    """As after a resume on shorter shards."""
+def test_after_a_position_beyond_the_end_of_a_shard_comes_the_next_shard(tmp_path):
+    """A resume on shorter shards begins with one."""
     stream = TokenStream(write_counting_shards(tmp_path, [3, 4]))
     stream.position = 5
     assert stream.take(2).tolist() == [3, 4]

@@ -1,4 +1,4 @@
-"""GPT: its parameters, its function against a plain reading of the contract, its first loss."""
+"""GPT: its parameters, and its function against the plain model."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def build(dtype=torch.float32, seed=0, **knobs) -> tuple[GPT, Hyperparameters]:
 
 
 def shaken(gpt: GPT) -> GPT:
-    """The model with nothing left at zero or one, so that every parameter matters."""
+    """Add noise to all weights, so that every parameter matters."""
     with torch.no_grad():
         for p in gpt.parameters():
             p.add_(0.2 * torch.randn_like(p))
@@ -67,7 +67,7 @@ def test_names_shapes_and_dtypes(tied, layers):
 
 @pytest.mark.baseline
 @pytest.mark.parametrize("tied", [True, False])
-def test_initial_weights_follow_from_the_seed_by_the_contracts_steps(tied):
+def test_initial_weights_are_the_contracts_for_a_seed(tied):
     gpt, hp = build(torch.bfloat16, seed=5, tie_embeddings=tied, num_layers=3)
     torch.manual_seed(5)
     D, kv = hp.model_dim, 16
@@ -140,22 +140,7 @@ def test_no_loss_depends_on_later_tokens():
 
 
 @pytest.mark.baseline
-def test_rotary_tells_all_positions_apart():
+def test_rotary_angles_of_all_positions_differ():
     cos, sin = rotary_tables(1024, 64, 10000.0)
     assert cos.dtype == torch.float32
     assert len(torch.unique(torch.cat((cos, sin), dim=1), dim=0)) == 1024
-
-
-def test_recomputing_blocks_changes_no_gradient():
-    gpt, hp = build(num_layers=4)
-    other, _ = build(num_layers=4, activation_checkpoint=True)
-    other.load_state_dict(shaken(gpt).state_dict())
-    calls = []
-    other.blocks[0].attn.register_forward_pre_hook(lambda *_: calls.append("attn"))
-    x, y = batch(hp)
-    expected = gradients(gpt, x, y)
-    for name, gradient in gradients(other, x, y).items():
-        assert torch.equal(gradient, expected[name]), name
-    assert len(calls) == 2  # once more in the backward pass
-    with torch.no_grad():
-        assert torch.equal(gpt(x, y), other(x, y))

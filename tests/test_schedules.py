@@ -1,4 +1,4 @@
-"""Learning rate and momentum as functions of step and time, and the clock that counts the time."""
+"""Learning rate and momentum as functions of step and time, and the stopwatch."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def test_warmdown_by_time():
 
 @pytest.mark.baseline
 def test_warmdown_over_a_fraction_of_the_run():
-    """In steps or in time, whatever ends first; WARMDOWN_ITERS does not matter then."""
+    """In steps or in time, whichever ends first. WARMDOWN_ITERS is ignored."""
     knobs = dict(warmdown_frac=0.2, iterations=100, max_wallclock_seconds=0.0, warmdown_iters=0)
     steps = (0, 79, 80, 85, 90, 99, 100)
     expected = pytest.approx([1, 1, 1, 0.75, 0.5, 0.05, 0])
@@ -49,16 +49,6 @@ def test_warmdown_over_a_fraction_of_the_run():
     assert [factor(s, 100.0 * s, **knobs) for s in steps] == expected  # the time ends first
     knobs["iterations"] = 100
     assert [factor(s, 1.0 * s, **knobs) for s in steps] == expected  # the steps end first
-
-
-@pytest.mark.parametrize(
-    "cap, step, elapsed_ms, expected",
-    [(10, 25, 1000, 0.25), (10, 25, 4000, 0.4), (10, 5, 1e9, 1), (0, 25, 1e9, 0.25)],
-)
-def test_progress_is_in_steps_or_in_time(cap, step, elapsed_ms, expected):
-    """Whichever is further, from 0 to 1."""
-    hp = Hyperparameters(iterations=100, max_wallclock_seconds=cap)
-    assert train_gpt.progress(hp, step, elapsed_ms) == expected
 
 
 @pytest.mark.baseline
@@ -84,7 +74,8 @@ def test_the_factor_scales_every_rate_from_its_full_value():
 
 
 def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
-    """Marks on the device's queue are numbered as they are recorded; waits: who waits for which."""
+    """Events in the device's queue are numbered in their order. waits: for which of them the host
+    waits."""
     numbers, waits = iter(range(9)), []
 
     def event() -> SimpleNamespace:
@@ -98,14 +89,14 @@ def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
     watch.start()
     for _ in range(4):
         watch.lap()
-    assert waits == ["all", 0, 1, 2]  # never for the step in hand
+    assert waits == ["all", 0, 1, 2]  # never for the current step
     watch.pause()
     watch.start()
     watch.lap()
-    assert waits == ["all", 0, 1, 2, "all", "all"]  # after a pause no mark is left to wait for
+    assert waits == ["all", 0, 1, 2, "all", "all"]  # after a pause no event is left
 
 
-def test_the_stopwatch_stands_still_while_paused(monkeypatch):
+def test_a_paused_stopwatch_does_not_advance(monkeypatch):
     readings = iter([100.0, 102.0, 150.0, 153.0])  # of the process's clock, in seconds
     clock = SimpleNamespace(perf_counter=lambda: next(readings))
     monkeypatch.setattr(train_gpt, "time", clock)

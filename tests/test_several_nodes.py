@@ -1,4 +1,4 @@
-"""Two nodes under torchrun, and what it is told by a rank that fails."""
+"""Two nodes under torchrun, and the error of one rank."""
 
 import json
 import shutil

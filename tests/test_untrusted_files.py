@@ -1,5 +1,5 @@
-"""Damaged, foreign and hostile model files: one error that names the file; nothing in them is run.
-Shards: test_loader.py."""
+"""Damaged, foreign and hostile model files: one error that names the file, and their code never
+runs. (Shards: test_loader.py.)"""
 
 import io
 import os
@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import failed, make_state, run_here
 
+import train_gpt
 from train_gpt import Hyperparameters, InputError, TrainingState, load_checkpoint, load_weights
 
 ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpoints/test.pt"
@@ -20,7 +21,7 @@ ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpo
 
 @pytest.fixture(scope="module")
 def state(quantized_knobs) -> TrainingState:
-    """Of a run that the files are for."""
+    """State of a run with the knobs of the files."""
     return make_state(Hyperparameters.from_env(quantized_knobs))
 
 
@@ -38,8 +39,8 @@ WAYS = [(score, ARTIFACT), (score, MODEL), (score, CHECKPOINT), (resume, CHECKPO
 
 @pytest.mark.parametrize("load, name", WAYS)
 def test_a_damaged_file_is_refused_or_loads_the_same_weights(trained, tmp_path, state, load, name):
-    """One byte is changed, mostly near an end, where the structure is; or the file is cut short.
-    Some bytes mean nothing: padding, say."""
+    """One byte is changed, mostly near an end, where the structure is, or the file is cut short.
+    Some bytes have no meaning, such as padding."""
     data, path = (trained[0] / name).read_bytes(), tmp_path / "file"
     chance = random.Random(0)
     load(state, path, data)
@@ -61,7 +62,7 @@ def test_a_damaged_file_is_refused_or_loads_the_same_weights(trained, tmp_path, 
 
 
 class Hostile:
-    """Makes a folder where it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __reduce__(self) -> tuple:
         return os.mkdir, ("marker",)
@@ -70,27 +71,38 @@ class Hostile:
 @pytest.mark.parametrize("load", [score, resume])
 @pytest.mark.parametrize("new_format", [True, False])
 def test_no_code_is_run_from_a_file(tmp_path, monkeypatch, state, load, new_format):
-    """In any wrapping that a loader might take off."""
+    """Whatever the file is wrapped in."""
     monkeypatch.chdir(tmp_path)
     file = io.BytesIO()
     torch.save({"model": Hostile()}, file, _use_new_zipfile_serialization=new_format)
     for data in (file.getvalue(), zlib.compress(file.getvalue()), pickle.dumps(Hostile())):
-        with pytest.raises(InputError, match="hostile.pt"):
+        with pytest.raises(InputError, match="hostile.pt'? is damaged") as caught:
             load(state, tmp_path / "hostile.pt", data)
+        assert "weights_only" not in str(caught.value)  # torch advises to run the code
         assert not Path("marker").exists()
     pickle.loads(pickle.dumps(Hostile()))
     assert Path("marker").exists()  # it would have worked
 
 
+OTHER_SHAPES = {
+    "num_layers": 3, "model_dim": 64, "num_heads": 2, "vocab_size": 400, "num_kv_heads": 1,
+    "mlp_mult": 3, "tie_embeddings": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("load, name", WAYS)
-def test_a_model_of_another_shape_names_the_tensor(trained, tmp_path, state, load, name):
-    data = (trained[0] / name).read_bytes()
-    changes = {"tok_emb": {"vocab_size": 400}, "blocks.3": {"num_layers": 4}}
-    changes["blocks.1"] = {"num_layers": 1}  # the file has more than the model
-    for tensor, change in changes.items():
-        other = make_state(replace(state.hp, **change))
-        with pytest.raises(InputError, match=f"file.*{tensor}"):
-            load(other, tmp_path / "file", data)
+@pytest.mark.parametrize("changed", [*OTHER_SHAPES, "all"])
+def test_an_error_names_the_knobs_of_a_file_of_other_shapes(
+    trained, tmp_path, state, load, name, changed
+):
+    changes = OTHER_SHAPES if changed == "all" else {changed: OTHER_SHAPES[changed]}
+    other = make_state(replace(state.hp, **changes))
+    with pytest.raises(InputError) as caught:
+        load(other, tmp_path / "file", (trained[0] / name).read_bytes())
+    error, _, advice = str(caught.value).partition(": set ")
+    values = {knob.upper(): int(getattr(state.hp, knob)) for knob in changes}
+    assert dict(knob.split("=") for knob in advice.split()) == {k: str(values[k]) for k in values}
+    assert str(tmp_path / "file") in error and len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("name", [ARTIFACT, MODEL])
@@ -100,9 +112,28 @@ def test_what_is_not_a_checkpoint_cannot_be_resumed(trained, tmp_path, state, na
 
 
 @pytest.mark.parametrize("knob", ["EVAL_ONLY", "RESUME"])
-def test_a_run_ends_with_one_error_that_names_knob_and_file(tmp_path, quantized_knobs, knob):
-    path = tmp_path / "file.pt"
-    environ = {**quantized_knobs, knob: str(path)}
-    assert "InputError" in failed(run_here(tmp_path, environ), knob, str(path))  # it is missing
-    path.write_bytes(b"x" * 1000)
-    assert "InputError" in failed(run_here(tmp_path, environ), knob, str(path))
+@pytest.mark.parametrize("content, problem", [(None, "is not a file"), (b"x" * 999, "is damaged")])
+def test_a_run_without_its_file_ends_with_one_error_and_leaves_no_log(
+    tmp_path, quantized_knobs, knob, content, problem
+):
+    path, folder = tmp_path / "file.pt", tmp_path / "run"
+    folder.mkdir()
+    if content is not None:
+        path.write_bytes(content)
+    result = run_here(folder, {**quantized_knobs, knob: str(path)})
+    error = failed(result, f"InputError: {knob}='{path}' {problem}")
+    assert "\n" not in error and result.stdout == "" and list(folder.iterdir()) == []
+
+
+def test_a_bug_in_an_edited_dequantize_keeps_its_traceback(
+    trained, tmp_path, quantized_knobs, monkeypatch
+):
+    """It is no damage of the file."""
+
+    def dequantize(obj: dict) -> dict:
+        return obj["quantised"]
+
+    monkeypatch.setattr(train_gpt, "dequantize_state_dict_int8", dequantize)
+    result = run_here(tmp_path, {**quantized_knobs, "EVAL_ONLY": str(trained[0] / ARTIFACT)})
+    assert result.returncode == 1 and result.stderr.endswith("KeyError: 'quantised'\n")
+    assert 'return obj["quantised"]\n' in result.stderr
