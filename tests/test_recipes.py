@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, finished, run_here, run_ranks, same_models, scores
+from conftest import ROOT, SCRIPT, finished, run_here, run_ranks, same_models, scores, write_shard
 from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply")
@@ -26,9 +26,11 @@ EXCLUSIVE = [
     ("ema", "swa"),
     ("value_residual", "depth_recurrence"),
     ("value_residual", "parallel_residuals"),
+    ("value_residual", "skip_gates"),
 ]
 # Knobs with which a recipe acts within six steps.
 KNOBS = {
+    "fp16": {"DTYPE": "fp16"},
     "qat": {"QAT_START": "0.5"},
     "score_first_ttt": {"TTT_CHUNK_TOKENS": "300", "TTT_LR": "0.05"},
     "swa": {"SWA_EVERY": "2", "SWA_START": "2"},
@@ -141,3 +143,70 @@ def test_a_recipe_in_full(tmp_path, quantized_knobs, names, monkeypatch):
     first, second = run_ranks(ranks, environ, 2, [script])
     assert train_losses(finished(first)) == pytest.approx(train_losses(lines), abs=2e-3)
     assert second.returncode == 0
+
+
+def test_adam_weight_decay_shrinks_only_its_groups(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["adam_weight_decay"]), monkeypatch)
+    gpt = module.GPT(module.Hyperparameters(model_dim=32, num_layers=2), torch.float32)
+    before = {name: param.detach().clone() for name, param in gpt.named_parameters()}
+    for param in gpt.parameters():
+        param.grad = torch.zeros_like(param)
+    module.build_optimizers(gpt)[0].step()
+    hp = gpt.hp
+    decayed = before["tok_emb.weight"] * (1 - hp.tied_embed_lr * hp.embed_weight_decay)
+    assert gpt.tok_emb.weight.detach().numpy() == pytest.approx(decayed.numpy())
+    assert torch.equal(gpt.blocks[0].attn.q_gain, before["blocks.0.attn.q_gain"])
+
+
+def test_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["shuffled_loader"]), monkeypatch)
+    write_shard(tmp_path / "0.bin", range(50))  # six sequences of eight tokens and a target
+    write_shard(tmp_path / "1.bin", range(100, 105))  # too short for one
+    write_shard(tmp_path / "2.bin", range(200, 281))  # ten
+
+    def steps(world_size: int, seed: int) -> list[list[int]]:
+        """The first tokens of each step's sequences: two epochs of two steps of four slots."""
+        settings = (world_size, "cpu", 2**16, seed)
+        loaders = [
+            module.DistributedTokenLoader(f"{tmp_path}/*.bin", rank, *settings)
+            for rank in range(world_size)
+        ]
+        result = []
+        for _ in range(4):
+            turns = 4 // world_size * loaders
+            batches = [loader.next_batch(64, 8, 4 // world_size) for loader in turns]
+            for inputs, targets in batches:
+                assert torch.equal(targets, inputs + 1)
+                assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
+            result.append([int(row[0]) for inputs, _ in batches for row in inputs])
+        return result
+
+    first, second, third, fourth = steps(1, seed=1)
+    starts = [*range(0, 48, 8), *range(200, 280, 8)]
+    assert sorted(first + second) == sorted(third + fourth) == starts
+    assert starts != first + second != third + fourth
+    assert steps(2, seed=1) == steps(4, seed=1) == [first, second, third, fourth]
+    assert steps(1, seed=2)[0] != first
+
+
+def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
+    script = patch_script(tmp_path, ["fp16"])
+    text = script.read_text()
+    infinite = "(math.inf if state.step == 3 and state.runtime.rank == 1 else 1)"
+    norm = "nn.utils.get_total_norm([p.grad for p in state.gpt.parameters()])"
+    report = f"print('scale', state.step, state.scaler.get_scale(), {norm}.item())"
+    for old, new in (("scale(loss)", f"scale(loss * {infinite})"), ("return total_loss", report)):
+        assert text.count(old) == 1
+        text = text.replace(old, new if "print" not in new else f"{new}; {old}")
+    script.write_text(text)
+    settings = {"DTYPE": "fp16", "WARMUP_STEPS": "3", "CHECKPOINT_EVERY": "6"}
+    ranks = run_ranks(tmp_path, {**knobs, **settings, "GRAD_CLIP_NORM": "0.01"}, 2, [script])
+    assert "replicas:identical" in finished(ranks[0])
+    for rank in ranks:
+        lines = [line.split()[2:] for line in rank.stdout.splitlines() if "scale " in line][-6:]
+        assert [float(scale) for scale, _ in lines] == 3 * [65536] + 3 * [32768]
+        norms = [float(norm) for _, norm in lines]
+        assert norms[:3] + norms[4:] == pytest.approx(5 * [0.01], rel=1e-3)
+    saved = torch.load(tmp_path / "checkpoints" / "test.pt")
+    assert saved["step"] == 6 and saved["scaler"]["scale"] == 32768
+    assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {5}
