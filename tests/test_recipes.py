@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import conftest
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, finished, run_here, run_ranks, same_models, scores, write_shard
@@ -21,6 +22,10 @@ RECIPES = ROOT / "tests" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 STACK = ["int6", "ema", "xsa", "leaky_relu", "muon_weight_decay"]
 BEST = "bigram_hash smear_gate value_residual xsa ema muoneq_r leaky_relu muon_weight_decay".split()
+RECORD = (
+    "record int6 sd_clip gptq rans ema muoneq_r muon_weight_decay adam_weight_decay xsa leaky_relu "
+    "partial_rope depth_recurrence skip_gates shuffled_loader"
+).split()
 # Pairs that change the same lines.
 EXCLUSIVE = [
     ("ema", "swa"),
@@ -31,6 +36,7 @@ EXCLUSIVE = [
 # Knobs with which a recipe acts within six steps.
 KNOBS = {
     "fp16": {"DTYPE": "fp16"},
+    "gptq": {"GPTQ_BATCHES": "2"},
     "qat": {"QAT_START": "0.5"},
     "score_first_ttt": {"TTT_CHUNK_TOKENS": "300", "TTT_LR": "0.05"},
     "swa": {"SWA_EVERY": "2", "SWA_START": "2"},
@@ -67,6 +73,8 @@ def knobs_of(knobs: dict[str, str], names: list[str]) -> dict[str, str]:
     environ = {**knobs, "WARMUP_STEPS": "4"}
     for name in names:
         environ |= KNOBS.get(name, {})
+    if set(names) >= set(RECORD):  # the preset refuses to run without the others
+        environ |= {"PRESET": "record", "EVAL_STRIDE": "16"}
     return environ
 
 
@@ -123,6 +131,7 @@ def train_losses(lines: list[str]) -> list[float]:
     [
         pytest.param(STACK, id="stack"),
         pytest.param(BEST, id="best", marks=pytest.mark.recipes),
+        pytest.param(RECORD, id="all_of_record", marks=pytest.mark.recipes),
         *(pytest.param([name], id=name, marks=pytest.mark.recipes) for name in NAMES),
     ],
 )
@@ -210,3 +219,67 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
     saved = torch.load(tmp_path / "checkpoints" / "test.pt")
     assert saved["step"] == 6 and saved["scaler"]["scale"] == 32768
     assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {5}
+
+
+def test_the_record_is_the_published_model_and_trains(tmp_path, knobs, monkeypatch):
+    module = load(patch_script(tmp_path, RECORD), monkeypatch)
+    with torch.device("meta"):
+        gpt = module.GPT(module.Hyperparameters.from_env({"PRESET": "record"}))
+    assert sum(param.numel() for param in gpt.parameters()) == 35_943_512
+    assert gpt.order == [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 6, 7, 8, 9, 10]
+    monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 1000)
+    log = "\n".join(finished(run_here(tmp_path, knobs_of(knobs, RECORD), module)))
+    assert "step:6/6 train_loss:" in log and "gptq_time:" in log and "WARNING" not in log
+    monkeypatch.setitem(module.PRESETS, "record", {"NO_KNOB": "1"})
+    with pytest.raises(module.InputError, match="recipes that have NO_KNOB"):
+        module.Hyperparameters.from_env({"PRESET": "record"})
+
+
+@pytest.mark.parametrize("n", [1, 511, 512, 10_001, 10**6])
+def test_rans_restores_values_and_refuses_damage(tmp_path, n, monkeypatch):
+    module = load(patch_script(tmp_path, ["rans"]), monkeypatch)
+    torch.manual_seed(n)
+    uniform, normal = torch.randint(-128, 128, (n,)), (3 * torch.randn(n, 1)).round()
+    tensors = [uniform, normal, torch.rand(n) < 1e-4, torch.full((n,), -7)]
+    values = {str(i): tensor.to(torch.int8) for i, tensor in enumerate(tensors)}
+    encoded = module.encode_values({"quantized": values})
+    _, lanes, stream, _ = encoded["rans"]
+    shares = [part.unique(return_counts=True)[1] / n for part in values.values()]
+    entropy = sum(n / 8 * float((share * -share.log2()).sum()) for share in shares)  # bytes
+    assert stream.nbytes + lanes.nbytes <= 1.001 * entropy + 8 * module.RANS_LANES
+    decoded = module.deserialize(module.compress(module.serialize(encoded)), "")["quantized"]
+    assert all(torch.equal(decoded[name], values[name]) for name in values)
+    for part in encoded["rans"][:3] if n == 10_001 else ():
+        part.flatten()[part.numel() // 2] ^= 1
+        with pytest.raises(module.InputError, match="a file is damaged"):
+            module.deserialize(module.compress(module.serialize(encoded)), "a file")
+        part.flatten()[part.numel() // 2] ^= 1
+
+
+def test_gptq_lowers_the_error_of_the_outputs(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["gptq"]), monkeypatch)
+    torch.manual_seed(0)
+    weight, x = torch.randn(50, 200), torch.randn(1000, 200) @ torch.randn(200, 200)
+    scale = weight.abs().amax(dim=1) / 7
+    plain = (weight / scale[:, None]).round()
+    diagonal = torch.arange(200.0).diag()  # the first input is always 0
+    assert torch.equal(module.gptq_values(weight, scale, 7, diagonal), plain.to(torch.int8))
+    gptq = module.gptq_values(weight, scale, 7, x.T @ x)
+    errors = [((values * scale[:, None] - weight) @ x.T).norm() for values in (plain, gptq)]
+    assert errors[1] < 0.8 * errors[0] and gptq.abs().max() <= 7
+
+
+def test_gptq_calibrates_alike_on_any_number_of_ranks(tmp_path, knobs, monkeypatch):
+    module = load(patch_script(tmp_path, ["gptq"]), monkeypatch)
+    monkeypatch.setattr(conftest, "train_gpt", module)
+    monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)  # all matrices are quantized
+    files = []
+    for world_size, num_slots in ((1, "2"), (2, "2"), (1, "0")):
+        hp = module.Hyperparameters.from_env({**knobs, "GPTQ_BATCHES": num_slots})
+        place = (0, world_size, torch.device("cpu"), torch.float32, False)
+        state = conftest.make_state(hp, module.Runtime(*place, log=conftest.Lines()))
+        files.append(module.export(state)[0])
+    assert files[0] == files[1]
+    gptq, plain = (module.deserialize(file, "")["quantized"] for file in files[1:])
+    same = {name.split(".", 2)[-1] for name in gptq if torch.equal(gptq[name], plain[name])}
+    assert same == {"attn.proj.weight", "mlp.proj.weight"}  # they are 0 at first

@@ -1,0 +1,60 @@
+"""Predict the size of a submission before its training.
+
+    PRESET=record python tests/tools/forecast.py train_gpt.py
+
+Builds the model of this script and these knobs, fills it with Gaussian values, exports it, and
+packs the script as `pack.py --minify` does. Exit code 0: it fits. 1: it does not."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pack  # noqa: E402
+
+
+@torch.no_grad()
+def forecast(path: Path, code: bytes, std: float) -> tuple[int, int, int]:
+    """Return the number of parameters, the artifact's bytes and the limit. code: packed script."""
+    spec = importlib.util.spec_from_file_location("forecast_script", path)
+    script = sys.modules["forecast_script"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    hp = script.Hyperparameters.from_env(os.environ)
+    torch.manual_seed(hp.seed)
+    gpt = script.GPT(hp, torch.bfloat16)
+    for param in gpt.parameters():
+        param.normal_(std=std)
+    log = [].append  # the lines are not needed
+    runtime = script.Runtime(0, 1, torch.device("cpu"), torch.bfloat16, False, code, log)
+    # The recipe gptq does not calibrate without a loader.
+    state = script.TrainingState(hp, runtime, gpt, gpt, [], None, script.Stopwatch(runtime))
+    artifact, _ = script.export(state)
+    return sum(param.numel() for param in gpt.parameters()), len(artifact), script.SIZE_LIMIT
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("script", type=Path, nargs="?", default="train_gpt.py")
+    std_help = "standard deviation of the weights (0.3); almost without effect with sd_clip"
+    parser.add_argument("--std", type=float, default=0.3, help=std_help)
+    args = parser.parse_args(arguments)
+    try:
+        code = pack.pack(pack.minify(args.script.read_text(encoding="utf-8"))).encode()
+        num_params, artifact, limit = forecast(args.script, code, args.std)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    left = limit - artifact - len(code)
+    print(f"parameters {num_params:>12,}")
+    print(f"artifact   {artifact:>12,} bytes, {8 * artifact / num_params:.2f} bits per parameter")
+    print(f"code       {len(code):>12,} bytes, packed with --minify")
+    print(f"left       {left:>12,} bytes of {limit:,}")
+    return int(left < 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
