@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / name) for name in ("", "data", "tests/helpers", "tests/tools")]
 
 import train_gpt  # noqa: E402
 from train_gpt import Hyperparameters, Runtime, TrainingState  # noqa: E402

@@ -2,15 +2,12 @@
 
 import json
 import shutil
-import sys
 
+import check_dataset
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import ROOT, TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
-
-sys.path.insert(0, str(ROOT / "data"))
-import check_dataset
+from conftest import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
 
 VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000000.bin"
 

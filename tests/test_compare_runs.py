@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compare_runs
 import numpy as np
 import pytest
 from conftest import ROOT, finished, run_here, scores
 from scipy import stats
-
-from tests.tools import compare_runs
 
 # A script that has lines like those of a log.
 HEAD = f"""\

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +24,7 @@ def results(tmp_path_factory, knobs) -> dict[str, dict]:
     if torch.backends.cuda.is_built() or not shutil.which(CXX):
         pytest.skip(f"needs a torch without CUDA and a compiler ({CXX})")
     folder = tmp_path_factory.mktemp("fake_cuda")
-    command = [sys.executable, Path(__file__).with_name("fake_cuda_worker.py"), folder]
+    command = [sys.executable, ROOT / "tests/helpers/fake_cuda_worker.py", folder]
     own = {"NUM_LAYERS": "2", "GRAD_CLIP_NORM": "1", "DEVICE": "auto"}
     environ = process_environ({**knobs, **own, "PYTHONPATH": str(ROOT), "CXX": CXX}, 1)
     process = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)

@@ -15,10 +15,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
-sys.path.insert(0, str(ROOT / "data"))
 import cached_challenge_fineweb  # noqa: E402
 import download_hf_docs_and_tokenize  # noqa: E402
 

@@ -3,10 +3,11 @@ here replaces a class or a function of the script."""
 
 import dataclasses
 
+import edited_script
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, ROOT, Lines, failed, make_state, run_ranks, write_worker
+from conftest import ALONE, Lines, failed, make_state, run_ranks, write_worker
 from edited_script import BiasedAttention, odd_optimizers, resume
 from torch import Tensor, nn
 
@@ -119,8 +120,8 @@ def test_optimizers_with_odd_states_resume_to_the_same_bits(hp, knobs, tmp_path,
     ranks."""
     ranks = tmp_path / "ranks"
     ranks.mkdir()
-    environ = {**knobs, "OUTPUT_DIR": str(ranks), "PYTHONPATH": str(ROOT)}
-    results = run_ranks(ranks, environ, 2, [ROOT / "tests" / "edited_script.py"])
+    environ = {**knobs, "OUTPUT_DIR": str(ranks)}
+    results = run_ranks(ranks, environ, 2, [edited_script.__file__])
     monkeypatch.setattr(train_gpt, "CausalSelfAttention", BiasedAttention)
     monkeypatch.setattr(train_gpt, "build_optimizers", odd_optimizers)
     alone = resume(hp, ALONE)

@@ -153,12 +153,3 @@ def test_the_code_is_what_it_was_when_the_run_began(quantized_knobs, tmp_path, m
     state.runtime = copied.open_runtime(state.hp)
     script.write_text("x = 1")
     assert copied.export(state)[1]["bytes_code"] == SCRIPT.stat().st_size
-
-
-def test_a_write_that_fails_warns_and_leaves_the_old_file_without_a_part_of_the_new_one(tmp_path):
-    path, log = tmp_path / "model", Lines()
-    assert train_gpt.write_file(path, b"old", log) and log.text == ""
-    (tmp_path / "model.part").symlink_to("/dev/full")  # writes to it find the disk full
-    assert not train_gpt.write_file(path, b"new", log)
-    assert log.text == f"WARNING: {path} cannot be written: No space left on device\n"
-    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"old"

@@ -1,16 +1,12 @@
-"""Hyperparameters: defaults, conversion, presets, errors; a rank's device and network."""
+"""Hyperparameters: defaults, conversion, presets, errors."""
 
 import dataclasses
-import os
-import sys
 from typing import get_type_hints
-from unittest.mock import patch
 
 import pytest
-import torch
 from conftest import finished, run_here, same_models
 
-from train_gpt import PRESETS, Hyperparameters, InputError, near_knobs, open_device, open_runtime
+from train_gpt import PRESETS, Hyperparameters, InputError, near_knobs
 
 PATTERNS = (
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
@@ -140,36 +136,3 @@ def test_the_variables_of_a_usual_machine_are_not_named():
     """.split()
     knobs = [name.upper() for name in get_type_hints(Hyperparameters)]
     assert near_knobs(dict.fromkeys([*usual, *knobs], "1")) == []
-
-
-@pytest.mark.parametrize("world_size", ["0", "-1", "4", "12"])
-def test_a_world_size_that_does_not_divide_the_slots(monkeypatch, world_size):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    with pytest.raises(InputError, match=f"WORLD_SIZE={world_size} .*BATCH_SLOTS=6"):
-        open_runtime(Hyperparameters(batch_slots=6))
-
-
-@pytest.mark.parametrize(
-    "local, given, used", [("2", None, "lo"), ("1", None, None), ("2", "eth7", "eth7")]
-)
-def test_one_node_uses_the_loopback_interface(monkeypatch, local, given, used):
-    """Before torch looks for the other ranks, and not if GLOO_SOCKET_IFNAME is set."""
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local}
-    environ |= {} if given is None else {"GLOO_SOCKET_IFNAME": given}
-    seen = []
-
-    def rendezvous(url: str) -> None:
-        seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
-        raise ConnectionError
-
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
-    with patch.dict(os.environ, environ), pytest.raises(ConnectionError):
-        open_runtime(Hyperparameters(device="cpu"))
-    assert seen == [used]
-
-
-def test_a_missing_gpu_is_an_error():
-    with pytest.raises(InputError, match="DEVICE='cuda'.*set DEVICE=cpu"):
-        open_device(Hyperparameters(device="cuda"), 99)

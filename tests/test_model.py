@@ -1,11 +1,12 @@
-"""GPT: its parameters, and its function against the plain model."""
+"""GPT: its parameters, its function and its training against the plain model."""
 
 import pytest
 import torch
+from conftest import ALONE, make_state
+from plain import PlainGPT, PlainOptimizers, batches, plain_step
 from torch import nn
 
-from tests.plain import PlainGPT
-from train_gpt import GPT, Hyperparameters, rotary_tables
+from train_gpt import GPT, Hyperparameters, rotary_tables, train_step
 
 SMALL = dict(
     vocab_size=96, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, train_seq_len=24
@@ -144,3 +145,18 @@ def test_rotary_angles_of_all_positions_differ():
     cos, sin = rotary_tables(1024, 64, 10000.0)
     assert cos.dtype == torch.float32
     assert len(torch.unique(torch.cat((cos, sin), dim=1), dim=0)) == 1024
+
+
+@pytest.mark.baseline
+@pytest.mark.parametrize("tied", ["1", "0"])
+def test_the_losses_of_a_training_are_the_plain_ones(knobs, tied):
+    small = {"TRAIN_BATCH_TOKENS": "256", "BATCH_SLOTS": "2", "TIE_EMBEDDINGS": tied}
+    hp = Hyperparameters.from_env({**knobs, **small, "EMBED_LR": "0.05"})
+    state = make_state(hp)
+    model = PlainGPT.like(state.gpt, hp)
+    optimizers = PlainOptimizers(model, hp, bf16=False)
+    slots = batches(state.loader.stream.paths, ALONE.device, 128, hp.train_seq_len)
+    steps = [(train_step(state).item(), plain_step(model, optimizers, slots, 2)) for _ in range(20)]
+    fast, slow = zip(*steps, strict=True)
+    assert fast == pytest.approx(slow, rel=1e-3)
+    assert fast[-1] < fast[0] - 0.5  # there was something to agree about

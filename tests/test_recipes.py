@@ -16,7 +16,10 @@ import torch
 from conftest import ROOT, SCRIPT, finished, run_here, run_ranks, same_models, scores, write_shard
 from torch._dynamo.utils import counters
 
-pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply")
+pytestmark = [
+    pytest.mark.baseline,
+    pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply"),
+]
 
 RECIPES = ROOT / "tests" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))

@@ -3,10 +3,9 @@
 import shutil
 
 import pytest
+import sample
 import sentencepiece
 import torch
-
-from tests.tools import sample
 
 # A model that continues with the id of the last token plus the length of the context.
 EDITED = """

@@ -9,19 +9,16 @@ import json
 import lzma
 import os
 import re
-import sys
 import threading
 from collections import Counter
 
+import check_dataset
+import download_hf_docs_and_tokenize as rebuild
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import ROOT, TEXTS, train_tokenizer
-
-sys.path.insert(0, str(ROOT / "data"))
-import check_dataset
-import download_hf_docs_and_tokenize as rebuild
 import shards
+from conftest import ROOT, TEXTS, train_tokenizer
 from tokenizer_specs import encode_texts, read_specs, sentences_of
 
 ODD_TEXTS = [

@@ -1,4 +1,4 @@
-"""Time the trainer's optimizer step against the plain implementation in tests/plain.py.
+"""Time the trainer's optimizer step against the plain implementation in tests/helpers/plain.py.
 
     PRESET=demo python tests/tools/bench_step.py [--rounds 15]
     torchrun --standalone --nproc_per_node=2 tests/tools/bench_step.py
@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from conftest import make_state, write_shard
+from plain import PlainGPT, PlainOptimizers, batches, plain_step
+
 import train_gpt
-from tests import plain
-from tests.conftest import make_state, write_shard
 from train_gpt import Hyperparameters, Runtime
 
 
@@ -79,18 +80,18 @@ def main() -> None:
         runtime = train_gpt.open_runtime(hp)
         state = make_state(hp, runtime)
         # Autocast needs the embedding in bf16, whatever the trainer's dtype is.
-        plain_gpt = plain_model = plain.PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
+        plain_gpt = plain_model = PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
         plain_gpt.load_state_dict(state.gpt.state_dict())
-        optimizers = plain.PlainOptimizers(plain_gpt, hp)
+        optimizers = PlainOptimizers(plain_gpt, hp)
         if dist.is_initialized():
             plain_model = DistributedDataParallel(plain_gpt)
         slot = hp.train_batch_tokens // hp.batch_slots
         paths = sorted(data.iterdir())
-        slots = plain.batches(paths, runtime.device, slot, hp.train_seq_len)
+        slots = batches(paths, runtime.device, slot, hp.train_seq_len)
         A = hp.batch_slots // runtime.world_size
         steps = {
             "trainer": lambda: train_gpt.train_step(state),
-            "plain": lambda: plain.train_step(plain_model, optimizers, slots, A),
+            "plain": lambda: plain_step(plain_model, optimizers, slots, A),
         }
         times = measure(steps, rounds, runtime.device)
         for name, ms in times.items():

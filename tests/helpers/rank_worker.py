@@ -1,4 +1,4 @@
-"""A rank of test_accumulation.py: take some optimizer steps with the trainer's own functions, and
+"""A rank of test_training.py: take some optimizer steps with the trainer's own functions, and
 write the first gradients, all losses and the last weights to FOLDER/W_rank.pt."""
 
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from conftest import make_state
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train_gpt
-from tests.conftest import make_state
 
 
 def keep_gradients(state: train_gpt.TrainingState) -> list[dict[str, torch.Tensor]]:

@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+import rank_worker
 import torch
-from conftest import ROOT, make_state, run_ranks
+from conftest import make_state, run_ranks
 from rank_worker import keep_gradients, validation_losses
 
 from train_gpt import DistributedTokenLoader, Hyperparameters, train_step
@@ -16,8 +17,8 @@ STEPS = 10
 def ranks(request, tmp_path_factory, knobs) -> list[dict]:
     """The file that each rank of rank_worker.py wrote."""
     folder, world_size = tmp_path_factory.mktemp("ranks"), request.param
-    worker = [ROOT / "tests" / "rank_worker.py", folder, str(STEPS)]
-    for result in run_ranks(folder, {**knobs, "PYTHONPATH": str(ROOT)}, world_size, worker):
+    worker = [rank_worker.__file__, folder, str(STEPS)]
+    for result in run_ranks(folder, knobs, world_size, worker):
         assert result.returncode == 0, result.stderr
     names = [f"{world_size}_{rank}.pt" for rank in range(world_size)]
     return [torch.load(folder / name, weights_only=True) for name in names]

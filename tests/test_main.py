@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import sys
 import zlib
 from dataclasses import asdict, fields
@@ -24,11 +23,9 @@ from conftest import (
     make_state,
     process_environ,
     run_here,
-    run_ranks,
     same_models,
     scores,
     start,
-    train_tokenizer,
     write_worker,
 )
 
@@ -255,99 +252,6 @@ def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
     assert scores(compiled[-1]) == pytest.approx(scores(eager[-1]), abs=2e-3)
 
 
-# ---- several ranks -------------------------------------------------------------------------------
-
-
-def test_two_ranks_train_like_one_and_rank_0_logs(single, tmp_path, knobs):
-    """The logged loss is the mean over both. torch warns of nothing."""
-    first, second = run_ranks(tmp_path, {**knobs, "OUTPUT_DIR": "out"}, 2)
-    lines, alone = finished(first), single[1].splitlines()
-    assert (second.returncode, second.stdout) == (0, "")
-    assert "Warning" not in first.stderr + second.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert "world_size:2 grad_accum_steps:4" in lines and "replicas:identical" in lines
-    for two, one in zip(losses(lines), losses(alone), strict=True):
-        assert two == pytest.approx(one, abs=2e-3)
-
-
-def losses(lines: list[str]) -> list[float]:
-    return [float(text) for text in re.findall(r"(?:train|val)_loss:(\S+)", "\n".join(lines))]
-
-
-# Time passes in steps, twice as fast on rank 1, in validations and while a file is written.
-CLOCK = """
-from types import SimpleNamespace
-now = 1000.0
-rank = int(os.environ["RANK"])
-
-def let_pass(function, seconds):
-    def wrapped(*arguments):
-        global now
-        now += seconds
-        return function(*arguments)
-    return wrapped
-
-train_gpt.time = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
-train_gpt.train_step = let_pass(train_gpt.train_step, (1 + rank) / 16)
-train_gpt.write_file = let_pass(train_gpt.write_file, 100)
-train_gpt.evaluate = let_pass(train_gpt.evaluate, 100)"""
-
-
-def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
-    """By rank 0's clock, which is paused for checkpoints and validations. The learning rates follow
-    it, too, so that all ranks keep the same weights."""
-    environ = {**knobs, "ITERATIONS": "100000", "MAX_WALLCLOCK_SECONDS": "1"}
-    environ |= {"CHECKPOINT_EVERY": "6", "VAL_LOSS_EVERY": "8", "WARMDOWN_ITERS": "12"}
-    result, _ = run_ranks(tmp_path, environ, 2, [write_worker(tmp_path, CLOCK)])
-    lines = finished(result)
-    (stop,) = [i for i, line in enumerate(lines) if line.startswith("stopping_early")]
-    assert lines[stop] == "stopping_early: wallclock_cap train_time:1000ms step:16/100000"
-    assert re.fullmatch(rf"step:16/100000 {SCORE} {TIMES}", lines[stop - 1])
-    assert lines[stop - 1].endswith(" train_time:1000ms step_avg:62.50ms")
-    assert "replicas:identical" in lines
-    saved = [line.split()[1] for line in lines if line.startswith("checkpoint:")]
-    assert saved == ["step:6", "step:12", "step:16"]  # the last step, too
-
-
-@pytest.mark.parametrize("what", ["knob", "script", "shard", "tokenizer"])
-def test_ranks_that_differ_are_an_error_that_names_the_difference(tmp_path, dataset, knobs, what):
-    """For example on two nodes with different files."""
-    command = [SCRIPT]
-    if what == "script":
-        (tmp_path / "edited.py").write_text(f"{SCRIPT.read_text()}# an edit")
-        change = "if os.environ['RANK'] == '1':\n    train_gpt.__file__ = 'edited.py'"
-        command = [write_worker(tmp_path, change)]
-        own, words = {}, "train_gpt.py is "
-    elif what == "knob":
-        own, words = {"TRAIN_LOG_EVERY": "15"}, "TRAIN_LOG_EVERY is 12 on rank 0, but 15 on rank 1"
-    elif what == "tokenizer":
-        (tmp_path / "other.model").write_bytes(train_tokenizer(split_digits=False))
-        own, words = {"TOKENIZER_PATH": str(tmp_path / "other.model")}, "tokenizer is "
-    else:
-        data = shutil.copytree(dataset, tmp_path / "data")
-        with open(data / "fineweb_train_000001.bin", "r+b") as shard:
-            shard.seek(1024 + 2)
-            shard.write(b"\xff")
-        own, words = {"DATA_PATH": str(data)}, "fineweb_train_000001.bin is "
-    environ = {**knobs, "TRAIN_LOG_EVERY": "12"}
-    for result in run_ranks(tmp_path, environ, 2, command, own={1: own}):
-        failed(result, words)
-        assert result.stdout == ""
-
-
-def test_replicas_that_differ_are_a_warning(tmp_path, knobs):
-    change = """
-def train(state, validation, train=train_gpt.train):
-    loss = train(state, validation)
-    state.gpt.skip_weights.data[0, 3] += 1e-7 * state.runtime.rank
-    return loss
-
-train_gpt.train = train"""
-    worker = write_worker(tmp_path, change)
-    lines = finished(run_ranks(tmp_path, {**knobs, "ITERATIONS": "1"}, 2, [worker])[0])
-    assert sum("WARNING: replicas:" in line and "ranks [1]" in line for line in lines) == 1
-
-
 # ---- how a run ends ------------------------------------------------------------------------------
 
 
@@ -382,22 +286,6 @@ def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knob
 def test_after_the_end_of_a_pipe_a_run_goes_on_and_succeeds(single):
     folder, _, code = single
     assert (code, (folder / "stderr.txt").read_text()) == (0, "")
-
-
-@pytest.mark.parametrize("name, code", [(MODEL, 0), (ARTIFACT, 1), (RESULT, 0)])
-def test_a_file_that_cannot_be_written_is_a_warning_and_the_score_is_computed(
-    tmp_path, knobs, name, code
-):
-    """Without an artifact the run fails in the end."""
-    (tmp_path / name).mkdir()
-    result = run_here(tmp_path, {**knobs, "ITERATIONS": "1", "VAL_LOSS_EVERY": "0"})
-    assert (result.returncode, result.stderr) == (code, "")
-    lines = result.stdout.splitlines()
-    assert f"WARNING: {name} cannot be written: Is a directory" in lines
-    assert re.fullmatch(LAST_LINES[-1], lines[-1])
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"logs", MODEL, ARTIFACT, RESULT}
-    assert all((tmp_path / other).is_file() for other in {MODEL, ARTIFACT, RESULT} - {name})
 
 
 # ---- how a run ends before it begins -------------------------------------------------------------

@@ -166,7 +166,7 @@ def batches(
             yield span[:-1].view(-1, seq_len), span[1:].view(-1, seq_len)
 
 
-def train_step(
+def plain_step(
     model: nn.Module, optimizers: PlainOptimizers, slots: Iterator[tuple[Tensor, Tensor]], A: int
 ) -> float:
     """One optimizer step of A micro-steps, at the full rates. Returns the loss, in each step.

@@ -1,5 +1,5 @@
 """Damaged, foreign and hostile model files: one error that names the file, and their code never
-runs. (Shards: test_loader.py.)"""
+runs. (Shards: test_data.py.) Files that cannot be written."""
 
 import io
 import os
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import failed, make_state, run_here
+from conftest import Lines, failed, make_state, run_here
 
 import train_gpt
 from train_gpt import Hyperparameters, InputError, TrainingState, load_checkpoint, load_weights
 
 ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpoints/test.pt"
+RESULT = "final_result.json"
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +138,28 @@ def test_a_bug_in_an_edited_dequantize_keeps_its_traceback(
     result = run_here(tmp_path, {**quantized_knobs, "EVAL_ONLY": str(trained[0] / ARTIFACT)})
     assert result.returncode == 1 and result.stderr.endswith("KeyError: 'quantised'\n")
     assert 'return obj["quantised"]\n' in result.stderr
+
+
+def test_a_write_that_fails_warns_and_leaves_the_old_file_without_a_part_of_the_new_one(tmp_path):
+    path, log = tmp_path / "model", Lines()
+    assert train_gpt.write_file(path, b"old", log) and log.text == ""
+    (tmp_path / "model.part").symlink_to("/dev/full")  # writes to it find the disk full
+    assert not train_gpt.write_file(path, b"new", log)
+    assert log.text == f"WARNING: {path} cannot be written: No space left on device\n"
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("name, code", [(MODEL, 0), (ARTIFACT, 1), (RESULT, 0)])
+def test_a_file_that_cannot_be_written_is_a_warning_and_the_score_is_computed(
+    tmp_path, knobs, name, code
+):
+    """Without an artifact the run fails in the end."""
+    (tmp_path / name).mkdir()
+    result = run_here(tmp_path, {**knobs, "ITERATIONS": "1", "VAL_LOSS_EVERY": "0"})
+    assert (result.returncode, result.stderr) == (code, "")
+    lines = result.stdout.splitlines()
+    assert f"WARNING: {name} cannot be written: Is a directory" in lines
+    assert lines[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:")
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"logs", MODEL, ARTIFACT, RESULT}
+    assert all((tmp_path / other).is_file() for other in {MODEL, ARTIFACT, RESULT} - {name})

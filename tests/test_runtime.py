@@ -1,0 +1,185 @@
+"""Devices, ranks that differ or fail, the wallclock cap on several ranks, two nodes."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import (
+    SCRIPT,
+    failed,
+    finished,
+    free_port,
+    process_environ,
+    run_here,
+    run_ranks,
+    without_gloo,
+    write_worker,
+)
+
+from train_gpt import Hyperparameters, InputError, open_device, open_runtime
+
+
+@pytest.mark.parametrize("world_size", ["0", "-1", "4", "12"])
+def test_a_world_size_that_does_not_divide_the_slots(monkeypatch, world_size):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(InputError, match=f"WORLD_SIZE={world_size} .*BATCH_SLOTS=6"):
+        open_runtime(Hyperparameters(batch_slots=6))
+
+
+@pytest.mark.parametrize(
+    "local, given, used", [("2", None, "lo"), ("1", None, None), ("2", "eth7", "eth7")]
+)
+def test_one_node_uses_the_loopback_interface(monkeypatch, local, given, used):
+    """Before torch looks for the other ranks, and not if GLOO_SOCKET_IFNAME is set."""
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local}
+    environ |= {} if given is None else {"GLOO_SOCKET_IFNAME": given}
+    seen = []
+
+    def rendezvous(url: str) -> None:
+        seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+        raise ConnectionError
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
+    with patch.dict(os.environ, environ), pytest.raises(ConnectionError):
+        open_runtime(Hyperparameters(device="cpu"))
+    assert seen == [used]
+
+
+def test_a_missing_gpu_is_an_error():
+    with pytest.raises(InputError, match="DEVICE='cuda'.*set DEVICE=cpu"):
+        open_device(Hyperparameters(device="cuda"), 99)
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        ({"TRAIN_LOG_EVERY": "15"}, "TRAIN_LOG_EVERY is 12 on rank 0, but 15 on rank 1"),
+        ({"DATA_PATH": "other"}, "fineweb_train_000001.bin is "),
+        ({"TOKENIZER_PATH": "other/small.model"}, "tokenizer is "),
+        ({"SCRIPT": "other/edited.py"}, "train_gpt.py is "),
+    ],
+)
+def test_ranks_that_differ_are_an_error_that_names_the_difference(
+    tmp_path, dataset, knobs, own, words
+):
+    """For example on two nodes with different files."""
+    other = shutil.copytree(dataset, tmp_path / "other")
+    with open(other / "fineweb_train_000001.bin", "r+b") as shard:
+        shard.seek(1024 + 2)
+        shard.write(b"\xff")
+    (other / "small.model").write_bytes(b"another tokenizer")
+    (other / "edited.py").write_text(f"{SCRIPT.read_text()}# an edit")
+    worker = write_worker(
+        tmp_path, "train_gpt.__file__ = os.environ.get('SCRIPT', train_gpt.__file__)"
+    )
+    environ = {**knobs, "TRAIN_LOG_EVERY": "12"}
+    for result in run_ranks(tmp_path, environ, 2, [worker], own={1: own}):
+        failed(result, words)
+        assert result.stdout == ""
+
+
+def test_replicas_that_differ_are_a_warning(tmp_path, knobs):
+    """torch itself warns of nothing."""
+    change = """
+def train(state, validation, train=train_gpt.train):
+    loss = train(state, validation)
+    next(state.gpt.parameters()).data[0, 3] += 1e-5 * state.runtime.rank
+    return loss
+
+train_gpt.train = train"""
+    worker = write_worker(tmp_path, change)
+    result = run_ranks(tmp_path, {**knobs, "ITERATIONS": "1"}, 2, [worker])[0]
+    warned = [line for line in finished(result) if "WARNING: replicas:" in line]
+    assert len(warned) == 1 and "ranks [1]" in warned[0] and "Warning" not in result.stderr
+
+
+# Time passes in steps, twice as fast on rank 1, in validations and while a file is written.
+CLOCK = """
+from types import SimpleNamespace
+now = 1000.0
+rank = int(os.environ["RANK"])
+
+def let_pass(function, seconds):
+    def wrapped(*arguments):
+        global now
+        now += seconds
+        return function(*arguments)
+    return wrapped
+
+train_gpt.time = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
+train_gpt.train_step = let_pass(train_gpt.train_step, (1 + rank) / 16)
+train_gpt.write_file = let_pass(train_gpt.write_file, 100)
+train_gpt.evaluate = let_pass(train_gpt.evaluate, 100)"""
+
+
+def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
+    """By rank 0's clock, which is paused for checkpoints and validations. The learning rates follow
+    it, too, so that all ranks keep the same weights."""
+    environ = {**knobs, "ITERATIONS": "100000", "MAX_WALLCLOCK_SECONDS": "1"}
+    environ |= {"CHECKPOINT_EVERY": "6", "VAL_LOSS_EVERY": "8", "WARMDOWN_ITERS": "12"}
+    result, _ = run_ranks(tmp_path, environ, 2, [write_worker(tmp_path, CLOCK)])
+    lines = finished(result)
+    (stop,) = [i for i, line in enumerate(lines) if line.startswith("stopping_early")]
+    assert lines[stop] == "stopping_early: wallclock_cap train_time:1000ms step:16/100000"
+    assert lines[stop - 1].startswith("step:16/100000 val_loss:")
+    assert lines[stop - 1].endswith(" train_time:1000ms step_avg:62.50ms")
+    assert "replicas:identical" in lines
+    saved = [line.split()[1] for line in lines if line.startswith("checkpoint:")]
+    assert saved == ["step:6", "step:12", "step:16"]  # the last step, too
+
+
+def losses(lines: list[str]) -> list[float]:
+    return [float(text) for text in re.findall(r"(?:train|val)_loss:(\S+)", "\n".join(lines))]
+
+
+def test_two_nodes_that_share_no_files_train_like_one_process(tmp_path, dataset, knobs):
+    """Two agents in two folders, each with its own copy of the data and a rank. The first node
+    has the log and the models; the other one ends well without a file. The logged loss is the mean
+    over both."""
+    local = {"DATA_PATH": "data", "TOKENIZER_PATH": "data/small.model"}
+    environ = process_environ({**knobs, **local, "GLOO_SOCKET_IFNAME": "lo"}, 1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", str(SCRIPT)]
+    settings = {"env": environ, "stdout": -1, "stderr": -1, "text": True}
+    agents = []
+    for node in ("a", "b"):
+        shutil.copytree(dataset, tmp_path / node / "data")
+        agents.append(subprocess.Popen(command, cwd=tmp_path / node, **settings))
+    outputs = [agent.communicate(timeout=240) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    # Which agent becomes the first node is torchrun's choice.
+    (log,) = [output for output, _ in outputs if without_gloo(output)]
+    other, first = sorted((tmp_path / node for node in "ab"), key=lambda f: len(list(f.iterdir())))
+    files = {"logs", "final_model.pt", "final_model.int8.ptz", "final_result.json"}
+    assert {path.name for path in first.iterdir()} == {"data", *files}
+    assert [path.name for path in other.iterdir()] == ["data"]
+    lines = without_gloo(log).splitlines()
+    assert "world_size:2 grad_accum_steps:4" in lines and "replicas:identical" in lines
+    for two, one in zip(losses(lines), losses(finished(run_here(tmp_path, knobs))), strict=True):
+        assert two == pytest.approx(one, abs=2e-3)
+
+
+def test_a_rank_that_raises_takes_all_down_and_tells_torchrun_why(tmp_path, knobs):
+    """Rank 2 breaks in step 4, as one with an edited script may. The others say so later."""
+    change = """
+def train_step(state, train_step=train_gpt.train_step):
+    assert state.runtime.rank != 2 or state.step < 3, "the fault of rank 2"
+    return train_step(state)
+
+train_gpt.train_step = train_step"""
+    own = {rank: {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/{rank}.json"} for rank in range(4)}
+    results = run_ranks(tmp_path, knobs, 4, [write_worker(tmp_path, change)], own)
+    assert [result.returncode for result in results] == [1, 1, 1, 1]
+    assert results[2].stderr.endswith("AssertionError: the fault of rank 2\n")
+    said = [json.loads((tmp_path / f"{rank}.json").read_text())["message"] for rank in range(4)]
+    assert "the fault of rank 2" in said[2]["message"]
+    times = [int(message["extraInfo"]["timestamp"]) for message in said]
+    assert times.pop(2) < min(times)  # torchrun repeats the first, in whole seconds
