@@ -29,6 +29,10 @@ sys.path[:0] = [str(ROOT / name) for name in ("", "data", "tests/helpers", "test
 import train_gpt  # noqa: E402
 from train_gpt import Hyperparameters, Runtime, TrainingState  # noqa: E402
 
+# Dropout, which a player may add, would make every run another one.
+NO_DROPOUT = "import torch\ntorch.nn.functional.dropout = lambda x, *args, **settings: x\n"
+exec(NO_DROPOUT)
+
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, False)  # one process, without a log
 
 
@@ -293,7 +297,7 @@ def write_worker(folder: Path, change: str) -> Path:
     """Write a script that imports train_gpt, executes `change` and runs main."""
     head = f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
     path = folder / "worker.py"
-    path.write_text(f"{head}{change}\ntrain_gpt.main()\n")
+    path.write_text(f"{head}{NO_DROPOUT}{change}\ntrain_gpt.main()\n")
     return path
 
 

@@ -12,7 +12,7 @@ from edited_script import BiasedAttention, odd_optimizers, resume
 from torch import Tensor, nn
 
 import train_gpt
-from train_gpt import GPT, CastedLinear, CausalSelfAttention, Hyperparameters, train_step
+from train_gpt import CastedLinear, CausalSelfAttention, Hyperparameters
 
 
 @pytest.fixture
@@ -20,30 +20,7 @@ def hp(knobs, tmp_path) -> Hyperparameters:
     return Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(tmp_path)})
 
 
-def shaken_loss(gpt: GPT) -> Tensor:
-    """Loss of some tokens after noise on all weights, so that every parameter matters."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, param in gpt.named_parameters():
-            if "bias" not in name:
-                param.add_(0.1 * torch.randn_like(param))
-    tokens = torch.randint(gpt.hp.vocab_size, (2, gpt.hp.train_seq_len + 1))
-    return gpt(tokens[:, :-1], tokens[:, 1:])
-
-
-# ---- Model ---------------------------------------------------------------------------------------
-@pytest.mark.baseline
-def test_a_bias_of_c_q_has_an_effect(hp, monkeypatch):
-    """It starts at zero, so that the first loss is the same as without it."""
-    plain = make_state(hp).gpt
-    monkeypatch.setattr(train_gpt, "CausalSelfAttention", BiasedAttention)
-    gpt = make_state(hp).gpt
-    loss = shaken_loss(gpt)
-    assert loss == shaken_loss(plain)
-    loss.backward()
-    assert all(block.attn.c_q.bias.grad.any() for block in gpt.blocks)
-
-
+# ---- Parameters that do not train ----------------------------------------------------------------
 class Lora(nn.Module):
     """A frozen linear layer and a learned update of rank 2 (Hu et al., 2021)."""
 
@@ -65,18 +42,6 @@ class LoraAttention(CausalSelfAttention):
         self.c_q = Lora(self.c_q)
 
 
-def test_lora_on_c_q_trains(hp, monkeypatch):
-    monkeypatch.setattr(train_gpt, "CausalSelfAttention", LoraAttention)
-    state = make_state(hp)
-    before = {name: param.clone() for name, param in state.gpt.named_parameters()}
-    for _ in range(3):
-        train_step(state)
-    for name, param in state.gpt.named_parameters():
-        assert torch.equal(param, before[name]) == name.endswith("c_q.base.weight"), name
-    state.load_state_dict(state.state_dict())  # frozen parameters have no optimizer state
-
-
-# ---- Parameters that do not train ----------------------------------------------------------------
 def warnings(hp: Hyperparameters) -> str:
     """Run the warm-up. Returns its warnings."""
     log = Lines()
@@ -85,6 +50,7 @@ def warnings(hp: Hyperparameters) -> str:
 
 
 def test_a_parameter_that_three_warm_up_steps_do_not_change_is_named(hp, monkeypatch):
+    """But not a frozen one, which trains nothing on purpose."""
     monkeypatch.setattr(train_gpt, "CausalSelfAttention", LoraAttention)
     hp = dataclasses.replace(hp, warmup_steps=3, num_layers=1)
     assert warnings(hp) == ""  # below two layers of zeros, `down` changes in step 3

@@ -147,7 +147,8 @@ def test_two_nodes_that_share_no_files_train_like_one_process(tmp_path, dataset,
     local = {"DATA_PATH": "data", "TOKENIZER_PATH": "data/small.model"}
     environ = process_environ({**knobs, **local, "GLOO_SOCKET_IFNAME": "lo"}, 1)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", str(SCRIPT)]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    command.append(str(write_worker(tmp_path, "")))
     settings = {"env": environ, "stdout": -1, "stderr": -1, "text": True}
     agents = []
     for node in ("a", "b"):

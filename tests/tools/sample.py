@@ -41,7 +41,7 @@ def load_model(script_path: Path, path: Path) -> tuple[Any, torch.nn.Module]:
         hp = script.Hyperparameters(**knobs)
         gpt = script.GPT(hp, torch.float32)
         script.load_weights(gpt, path.read_bytes(), str(path))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of any kind: the script may have its own codec
         reason = " ".join(str(error).split())[:300]
         sys.exit(f"{path} does not fit {script_path} (see --script), or is damaged: {reason}")
     return hp, gpt.eval().to("cuda" if torch.cuda.is_available() else "cpu")
