@@ -30,8 +30,7 @@ import train_gpt  # noqa: E402
 from train_gpt import Hyperparameters, Runtime, TrainingState  # noqa: E402
 
 # Dropout, which a player may add, would make every run another one.
-NO_DROPOUT = "import torch\ntorch.nn.functional.dropout = lambda x, *args, **settings: x\n"
-exec(NO_DROPOUT)
+torch.nn.functional.dropout = lambda x, *args, **settings: x
 
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, False)  # one process, without a log
 
@@ -296,8 +295,9 @@ def start(folder: Path, environ: dict[str, str], command: list[str | Path]) -> s
 def write_worker(folder: Path, change: str) -> Path:
     """Write a script that imports train_gpt, executes `change` and runs main."""
     head = f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
+    head += "train_gpt.F.dropout = lambda x, *args, **settings: x\n"
     path = folder / "worker.py"
-    path.write_text(f"{head}{NO_DROPOUT}{change}\ntrain_gpt.main()\n")
+    path.write_text(f"{head}{change}\ntrain_gpt.main()\n")
     return path
 
 

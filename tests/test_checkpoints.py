@@ -207,8 +207,7 @@ train_gpt.train_step = train_step"""
 
 def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
     """torchrun restarts all ranks when one is killed. When it gets a signal itself, they save and
-    leave. Two ranks that resume end with the same bits as undisturbed ones, one with nearly the
-    same."""
+    leave. Two ranks that resume end with the same bits as undisturbed ones."""
     environ = {**long_knobs, "CHECKPOINT_EVERY": "5", "RESUME": "auto"}
     worker = write_worker(tmp_path, KILL)
     agent = start(tmp_path, environ, [*launch_command(2, restarts=1), worker])
@@ -218,17 +217,9 @@ def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
     stopped = agent.communicate(timeout=240)[0].splitlines()[-1]
     advice = "to resume, set RESUME=auto and RUN_ID=test"
     assert stopped == f"stopped: signal:15 step:18/20: {advice}"
-    shutil.copytree(tmp_path / "checkpoints", tmp_path / "one" / "checkpoints")
     lines = finished(run_ranks(tmp_path, environ, 2)[0])
     assert resume_line(lines).startswith(f"resume:{CHECKPOINT} step:18 ")
     two = tmp_path / "two"
     two.mkdir()
     finished(run_ranks(two, long_knobs, 2)[0])
     assert same_models(tmp_path, two)
-    finished(run_here(tmp_path / "one", environ))
-    found, expected = (
-        torch.load(folder / "final_model.pt", weights_only=True)
-        for folder in (tmp_path / "one", two)
-    )
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=2e-3, msg=name)

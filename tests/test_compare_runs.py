@@ -1,6 +1,5 @@
 """compare_runs.py: what it reads in logs, what it concludes, what it draws."""
 
-import json
 import re
 import subprocess
 import sys
@@ -97,14 +96,14 @@ def test_runs_without_the_final_line_are_named(tmp_path, capsys):
         assert re.search(f"no final line: {re.escape(str(path))}: .*{end}'", out)
 
 
-def test_the_test_is_welchs(tmp_path, capsys):
+def test_the_test_is_welchs():
     """By hand: standard error 0.00185345, t at 0.005 is 3.65984 with 4.74476 degrees of freedom."""
-    _, out = compare(capsys, *write_sides(tmp_path), "--json")
-    welch = json.loads(out)["verdict"][0]
+    sides = [[{"val_loss": x, "val_bpb": x / 2} for x in side] for side in (BASELINE, CANDIDATE)]
+    welch = compare_runs.run_test(sides, paired=False, by=0.005, alpha=0.01)
     nats = {"mean": 0.0117833, "low": 0.0069408, "high": 0.0166259}
-    assert welch["nats"] == pytest.approx(nats, abs=1e-6)
-    assert welch["bits_per_byte"] == pytest.approx({k: v / 2 for k, v in nats.items()}, abs=1e-6)
-    assert welch["p"] == pytest.approx(0.0080044, rel=1e-4)
+    assert welch.nats == pytest.approx(nats, abs=1e-6)
+    assert welch.bits_per_byte == pytest.approx({k: v / 2 for k, v in nats.items()}, abs=1e-6)
+    assert welch.p == pytest.approx(0.0080044, rel=1e-4)
 
 
 def test_runs_of_one_seed_are_paired(tmp_path, capsys):

@@ -82,8 +82,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs, shape):
 
 # ---- Optimizers ----------------------------------------------------------------------------------
 def test_optimizers_with_odd_states_resume_to_the_same_bits(hp, knobs, tmp_path, monkeypatch):
-    """Factored moments, an average of the weights, a number, or nothing. On one process and on two
-    ranks."""
+    """Factored moments, a number, or nothing. On one process and on two ranks."""
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     environ = {**knobs, "OUTPUT_DIR": str(ranks)}

@@ -121,3 +121,19 @@ def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_p
     for _ in range(2):  # in the second one there is optimizer state
         train_gpt.train_step(state)
     assert torch.cuda.max_memory_allocated() >> 20 < REFERENCE_PEAK_MIB
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_training_step_never_waits_for_the_gpu(knobs, compiled):
+    """Neither does the schedule. Only the stopwatch may, for the step before."""
+    hp = Hyperparameters.from_env({**knobs, "GRAD_CLIP_NORM": "1", "DEVICE": "cuda"})
+    state = make_state(hp, on_gpu(torch.bfloat16, compiled))
+    for _ in range(2):  # which compile, and make the optimizers' state
+        train_gpt.train_step(state)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_gpt.set_schedule(state.optimizers, 0.5, 0.9)
+        train_gpt.train_step(state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -302,16 +302,22 @@ def test_after_the_end_of_a_pipe_a_run_goes_on_and_succeeds(single):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"TRAIN_BATCH_TOKENS": "1000"}, ["TRAIN_BATCH_TOKENS=1000", "TRAIN_SEQ_LEN=32"]),
         ({"RANK": "0", "WORLD_SIZE": "3"}, ["WORLD_SIZE=3", "BATCH_SLOTS=8"]),
+        ({"EVAL_ONLY": "none.pt"}, ["InputError: EVAL_ONLY='none.pt' is not a file"]),
+        ({"RESUME": "none.pt"}, ["InputError: RESUME='none.pt' is not a file"]),
+        ({"EVAL_ONLY": "../bad.pt"}, ["InputError: EVAL_ONLY='../bad.pt' is damaged"]),
+        ({"RESUME": "../bad.pt"}, ["InputError: RESUME='../bad.pt' is damaged"]),
         ({"DATA_PATH": "nowhere"}, ["DATA_PATH", "nowhere", "cached_challenge", "PRESET=demo"]),
         ({"TOKENIZER_PATH": "."}, ["TOKENIZER_PATH='.'", "cached_challenge", "PRESET=demo"]),
     ],
 )
 def test_a_user_error_is_one_error_and_leaves_no_log(tmp_path, knobs, changes, words):
-    result = run_here(tmp_path, {**knobs, **changes})
+    (tmp_path / "bad.pt").write_bytes(b"PK" * 500)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    result = run_here(folder, {**knobs, **changes})
     failed(result, *words)
-    assert result.stdout == "" and list(tmp_path.iterdir()) == []
+    assert result.stdout == "" and list(folder.iterdir()) == []
 
 
 # ---- the demo ------------------------------------------------------------------------------------

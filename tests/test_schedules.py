@@ -1,14 +1,13 @@
-"""Learning rate and momentum as functions of step and time, and the stopwatch."""
+"""Learning rate and momentum as functions of step and time. The host and the GPU's queue."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ALONE
-from torch import nn
 
 import train_gpt
-from train_gpt import Hyperparameters, Muon, Stopwatch, lr_factor
+from train_gpt import Hyperparameters, Stopwatch, lr_factor
 
 
 def factor(step, elapsed_ms=0.0, **knobs):
@@ -60,19 +59,6 @@ def test_momentum_rises_in_a_straight_line():
     assert train_gpt.muon_momentum(Hyperparameters(muon_momentum_warmup_steps=0), 0) == 0.95
 
 
-def test_the_factor_scales_every_rate_from_its_full_value():
-    groups = [{"params": [nn.Parameter(torch.zeros(1))], "base_lr": lr} for lr in (0.6, 0.008)]
-    muon = Muon([{**groups[0], "base_lr": 0.04}], lr=0.1, momentum=0.5, backend_steps=5)
-    sgd = torch.optim.SGD([{**groups[0], "base_lr": 0.1}], momentum=0.5)
-    optimizers = [torch.optim.Adam(groups), muon, sgd]
-    for value in (0.5, 0.25):
-        train_gpt.set_schedule(optimizers, value, 0.9)
-        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-        assert rates == pytest.approx([lr * value for lr in (0.6, 0.008, 0.04, 0.1)])
-    momenta = [optimizer.param_groups[0]["momentum"] for optimizer in (muon, sgd)]
-    assert momenta == [0.9, 0.5]  # a player's own optimizer keeps its own
-
-
 def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
     """Events in the device's queue are numbered in their order. waits: for which of them the host
     waits."""
@@ -94,15 +80,3 @@ def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
     watch.start()
     watch.lap()
     assert waits == ["all", 0, 1, 2, "all", "all"]  # after a pause no event is left
-
-
-def test_a_paused_stopwatch_does_not_advance(monkeypatch):
-    readings = iter([100.0, 102.0, 150.0, 153.0])  # of the process's clock, in seconds
-    clock = SimpleNamespace(perf_counter=lambda: next(readings))
-    monkeypatch.setattr(train_gpt, "time", clock)
-    watch = Stopwatch(ALONE)
-    for expected in (2000, 5000):
-        watch.start()
-        watch.pause()
-        assert watch.elapsed_ms() == expected
-    assert watch.report(4) == "train_time:5000ms step_avg:1250.00ms"

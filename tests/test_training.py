@@ -66,16 +66,6 @@ def test_accumulated_gradients_are_those_of_one_batch(ranks, hp):
         assert_close(rank["gradients"], gradients, 1e-5)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 16])
-def test_slots_change_memory_not_the_gradient(hp, slots):
-    """Except that each boundary between two slots takes one token out of the stream."""
-    hp = dataclasses.replace(hp, batch_slots=slots)
-    state = make_state(hp)
-    steps = keep_gradients(state)
-    train_step(state)
-    assert_close(steps[0], one_batch(hp)[0], 1e-5)
-
-
 def test_gradients_are_all_reduced_once_a_step(ranks):
     assert {rank["all_reduces"] for rank in ranks} == {STEPS}  # all fit into one DDP bucket
 

@@ -37,18 +37,9 @@ class Factored(torch.optim.Optimizer):
             p.sub_(0.001 * p.grad * (rows.mean() / torch.outer(rows, columns)).sqrt())
 
 
-class Average(torch.optim.Optimizer):
-    """An average of the weights, as an optimizer that changes nothing, so that it is saved."""
-
-    def step(self, closure: None = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            self.state[p].setdefault("average", p.detach().clone()).lerp_(p.detach(), 0.1)
-
-
 def odd_optimizers(gpt: train_gpt.GPT, compiled: bool = False) -> list[torch.optim.Optimizer]:
     adam, muon = base_optimizers(gpt, compiled)
-    average = Average([{"params": list(gpt.parameters()), "base_lr": 0.0}], {"lr": 0.0})
-    return [Factored(adam.param_groups, {}), muon, average]
+    return [Factored(adam.param_groups, {}), muon]
 
 
 def begin(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> train_gpt.TrainingState:

@@ -5,15 +5,12 @@
 
 Knobs come from the environment, as for a training. Both start with the same weights and read the
 same shards of random tokens. They take turns, so that other load on the machine slows both. Prints
-for each the median time of a step and tokens per second, then the ratio, which is the result, and a
-row for the table in README.md.
+for each the median time of a step and tokens per second, then the ratio, which is the result.
 """
 
 import argparse
 import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +27,7 @@ from conftest import make_state, write_shard
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
 import train_gpt
-from train_gpt import Hyperparameters, Runtime
+from train_gpt import Hyperparameters
 
 
 def measure(
@@ -47,21 +44,6 @@ def measure(
             synchronize()
             times[name].append(1000 * (time.perf_counter() - started))
     return {name: statistics.median(values[2:]) for name, values in times.items()}
-
-
-def describe(runtime: Runtime) -> str:
-    """The first cells of the table: machine, knobs set in the environment, commit."""
-    if runtime.device.type == "cuda":
-        name = torch.cuda.get_device_name()
-    else:
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        name = cpu[1] if cpu else "a CPU"
-    fields = {field.upper() for field in Hyperparameters.__dataclass_fields__}
-    knobs = " ".join(f"{k}={v}" for k, v in os.environ.items() if k in fields)
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    machine = f"{runtime.world_size}x {name}, torch {torch.__version__}"
-    return f"{machine} | {knobs or 'the default model'} | {commit or 'unknown'}"
 
 
 def main() -> None:
@@ -99,8 +81,6 @@ def main() -> None:
             runtime.log(f"{name:8} {ms:9.1f} ms/step {per_second:9.0f} tokens/s")
         ratio = times["plain"] / times["trainer"]
         runtime.log(f"ratio    {ratio:9.2f}x")
-        cells = f"{times['trainer']:.1f} ms | {times['plain']:.1f} ms | {ratio:.2f}x"
-        runtime.log(f"| {describe(runtime)} | {cells} |")
         if dist.is_initialized():
             dist.barrier()
             os._exit(0)  # the interpreter's own exit may hang in gloo's threads

@@ -13,15 +13,14 @@ Exit code 0: shown to be better, or there is nothing to test. 1: not shown, or n
 Needs pip install scipy, and matplotlib for a picture."""
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from scipy import stats
@@ -263,15 +262,6 @@ def format_report(groups: list[Group], verdict: list[Test] | str, by: float) -> 
     return "\n\n".join(block for block in blocks if block)
 
 
-def format_json(groups: list[Group], verdict: list[Test] | str) -> str:
-    """One object. Its "verdict" is a list of tests, or the reason why there is none."""
-    report: dict[str, Any] = {"warnings": find_warnings(groups)}
-    for group in groups:
-        report[group.name] = [{"file": str(run.path), **run.figures} for run in group.runs]
-    report["verdict"] = verdict if isinstance(verdict, str) else [asdict(test) for test in verdict]
-    return json.dumps(report, indent=1)
-
-
 # ---- the picture ---------------------------------------------------------------------------------
 def draw(groups: list[Group], picture: Path, by_run: bool) -> None:
     """Draw the losses of each run and the scores of the finished ones. The first tenth of the
@@ -311,7 +301,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--by", type=float, default=0.005, help="nats (default: 0.005)")
     parser.add_argument("--alpha", type=float, default=0.01, help="level (default: 0.01)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw into an .svg or .png")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(arguments)
     if args.picture is not None and args.picture.suffix not in (".svg", ".png"):
         parser.error(f"--picture {args.picture} must end in .svg or .png")
@@ -332,8 +321,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         ]
         verdict = judge(groups, args.by, args.alpha) if args.candidate else []
         code = 2 if isinstance(verdict, str) else int(not all(test.shown for test in verdict[:1]))
-        report = format_report(groups, verdict, args.by)
-        print(format_json(groups, verdict) if args.json else report, flush=True)
+        print(format_report(groups, verdict, args.by), flush=True)
         runs = [run for group in groups for run in group.runs]
         if not any(run.train or run.val or not run.unfinished for run in runs):
             print("nothing to draw: no log has a loss yet", file=sys.stderr)
