@@ -6,13 +6,12 @@ import dataclasses
 import edited_script
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ALONE, Lines, failed, make_state, run_ranks, write_worker
 from edited_script import BiasedAttention, odd_optimizers, resume
 from torch import Tensor, nn
 
 import train_gpt
-from train_gpt import CastedLinear, CausalSelfAttention, Hyperparameters
+from train_gpt import CausalSelfAttention, Hyperparameters
 
 
 @pytest.fixture
@@ -21,25 +20,18 @@ def hp(knobs, tmp_path) -> Hyperparameters:
 
 
 # ---- Parameters that do not train ----------------------------------------------------------------
-class Lora(nn.Module):
-    """A frozen linear layer and a learned update of rank 2 (Hu et al., 2021)."""
+class ScaledAttention(CausalSelfAttention):
+    """Two new parameters, below layers that start at zero, and a frozen one."""
 
-    down_std = 1.0
+    start = 1.0
 
-    def __init__(self, base: CastedLinear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Parameter(self.down_std * torch.randn(2, base.in_features))
-        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + F.linear(F.linear(x, self.down.to(x.dtype)), self.up.to(x.dtype))
-
-
-class LoraAttention(CausalSelfAttention):
     def __init__(self, hp: Hyperparameters, layer: int) -> None:
         super().__init__(hp, layer)
-        self.c_q = Lora(self.c_q)
+        self.one, self.two = nn.Parameter(torch.tensor(self.start)), nn.Parameter(torch.zeros(()))
+        self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+
+    def forward(self, x: Tensor, *tables: Tensor) -> Tensor:
+        return super().forward(x * (1 + self.one * self.two), *tables)
 
 
 def warnings(hp: Hyperparameters) -> str:
@@ -50,13 +42,13 @@ def warnings(hp: Hyperparameters) -> str:
 
 
 def test_a_parameter_that_three_warm_up_steps_do_not_change_is_named(hp, monkeypatch):
-    """But not a frozen one, which trains nothing on purpose."""
-    monkeypatch.setattr(train_gpt, "CausalSelfAttention", LoraAttention)
+    """But not a frozen one."""
+    monkeypatch.setattr(train_gpt, "CausalSelfAttention", ScaledAttention)
     hp = dataclasses.replace(hp, warmup_steps=3, num_layers=1)
-    assert warnings(hp) == ""  # below two layers of zeros, `down` changes in step 3
-    monkeypatch.setattr(Lora, "down_std", 0.0)
+    assert warnings(hp) == ""  # `one` changes in step 3
+    monkeypatch.setattr(ScaledAttention, "start", 0.0)
     named = [word for word in warnings(hp).split() if word.startswith("blocks.")]
-    assert named == ["blocks.0.attn.c_q.down", "blocks.0.attn.c_q.up"]
+    assert named == ["blocks.0.attn.one", "blocks.0.attn.two"]
     assert warnings(dataclasses.replace(hp, warmup_steps=2)) == ""  # too early to say
 
 

@@ -69,15 +69,11 @@ def test_each_parameter_has_its_learning_rate(tied):
     found = [(id(p), group["lr"]) for group in groups for p in group["params"]]
     rates = dict(found)
     assert len(found) == len(rates) == len(list(gpt.parameters()))  # each in exactly one group
+    embed_lr = 0.5 if tied else 0.4
+    matrices = {name: 0.1 for name in gpt.state_dict() if name.endswith("weight")}
+    expected = {**matrices, "tok_emb.weight": embed_lr, "lm_head.weight": 0.3}
     for name, p in gpt.named_parameters():
-        expected = 0.2
-        if name.startswith("blocks") and name.endswith("weight"):
-            expected = 0.1
-        if name == "lm_head.weight":
-            expected = 0.3
-        if name == "tok_emb.weight":
-            expected = 0.5 if tied else 0.4
-        assert rates[id(p)] == expected, name
+        assert rates[id(p)] == expected.get(name, 0.2), name
     assert [group["lr"] for group in muon.param_groups] == [0.1]
     assert all(group["betas"] == (0.9, 0.95) for group in adam.param_groups)
     assert adam.defaults["eps"] == 1e-8

@@ -9,45 +9,33 @@ from conftest import ALONE
 import train_gpt
 from train_gpt import Hyperparameters, Stopwatch, lr_factor
 
-
-def factor(step, elapsed_ms=0.0, **knobs):
-    return lr_factor(Hyperparameters(**knobs), step, elapsed_ms)
-
-
-@pytest.mark.baseline
-def test_warmdown_by_steps():
-    knobs = dict(iterations=100, warmdown_iters=20, max_wallclock_seconds=0.0)
-    steps = (0, 79, 80, 85, 90, 99, 100, 150)
-    assert [factor(s, 1e9, **knobs) for s in steps] == pytest.approx(
-        [1, 1, 1, 0.75, 0.5, 0.05, 0, 0]
-    )
-    knobs["iterations"] = 10  # shorter than its warmdown
-    assert [factor(s, **knobs) for s in (0, 5, 9)] == pytest.approx([0.5, 0.25, 0.05])
-    assert factor(99, **{**knobs, "warmdown_iters": 0}) == 1
+BY_STEPS = {"iterations": 100, "max_wallclock_seconds": 0.0, "warmdown_iters": 20}
+BY_TIME = {"iterations": 1000, "max_wallclock_seconds": 10.0, "warmdown_iters": 20}
 
 
 @pytest.mark.baseline
-def test_warmdown_by_time():
-    """At 100 ms a step, 20 steps of warmdown are the last 2 of 10 seconds."""
-    knobs = dict(iterations=1000, warmdown_iters=20, max_wallclock_seconds=10.0)
-    steps = (1, 79, 80, 85, 90, 99, 100, 120)
-    factors = [factor(s, 100.0 * s, **knobs) for s in steps]
-    assert factors == pytest.approx([1, 1, 1, 0.75, 0.5, 0.05, 0, 0])
-    assert factor(0, 0.0, **knobs) == 1
-    assert factor(99, 9_900.0, **{**knobs, "warmdown_iters": 0}) == 1
+@pytest.mark.parametrize(
+    "knobs, step_ms",
+    [
+        (BY_STEPS, 1e9),
+        (BY_TIME, 100.0),  # 20 steps of warmdown take the last 2 of 10 seconds
+        ({**BY_STEPS, "warmdown_frac": 0.2, "warmdown_iters": 0}, 1e9),
+        ({**BY_TIME, "warmdown_frac": 0.2, "warmdown_iters": 1200}, 100.0),  # the time ends first
+        ({**BY_TIME, "warmdown_frac": 0.2, "iterations": 100}, 1.0),  # the steps end first
+    ],
+)
+def test_warmdown_over_the_last_fifth_of_a_run(knobs, step_ms):
+    steps = (0, 1, 79, 80, 85, 90, 99, 100, 120)
+    factors = [lr_factor(Hyperparameters(**knobs), step, step * step_ms) for step in steps]
+    assert factors == pytest.approx([1, 1, 1, 1, 0.75, 0.5, 0.05, 0, 0])
 
 
 @pytest.mark.baseline
-def test_warmdown_over_a_fraction_of_the_run():
-    """In steps or in time, whichever ends first. WARMDOWN_ITERS is ignored."""
-    knobs = dict(warmdown_frac=0.2, iterations=100, max_wallclock_seconds=0.0, warmdown_iters=0)
-    steps = (0, 79, 80, 85, 90, 99, 100)
-    expected = pytest.approx([1, 1, 1, 0.75, 0.5, 0.05, 0])
-    assert [factor(s, 1e9, **knobs) for s in steps] == expected
-    knobs |= dict(max_wallclock_seconds=10.0, iterations=20_000, warmdown_iters=1200)
-    assert [factor(s, 100.0 * s, **knobs) for s in steps] == expected  # the time ends first
-    knobs["iterations"] = 100
-    assert [factor(s, 1.0 * s, **knobs) for s in steps] == expected  # the steps end first
+def test_a_run_shorter_than_its_warmdown_and_one_without():
+    short = Hyperparameters(**{**BY_STEPS, "iterations": 10})
+    assert [lr_factor(short, s, 0.0) for s in (0, 5, 9)] == pytest.approx([0.5, 0.25, 0.05])
+    for knobs in (BY_STEPS, BY_TIME):
+        assert lr_factor(Hyperparameters(**{**knobs, "warmdown_iters": 0}), 99, 9900.0) == 1
 
 
 @pytest.mark.baseline
