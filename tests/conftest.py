@@ -106,9 +106,10 @@ def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Pa
     return path
 
 
-def write_small_run(folder: Path) -> dict[str, str]:
-    """Write a tokenizer, two train shards and one validation shard of real text into `folder`.
-    Returns the knobs of a small run on them."""
+@pytest.fixture(scope="session")
+def knobs(tmp_path_factory) -> dict[str, str]:
+    """Knobs of a small run on two train shards and one validation shard of real text."""
+    folder = tmp_path_factory.mktemp("data")
     tokenizer = folder / "small.model"
     tokenizer.write_bytes(train_tokenizer())
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
@@ -118,11 +119,6 @@ def write_small_run(folder: Path) -> dict[str, str]:
     write_shard(folder / "fineweb_train_000001.bin", sum(documents[20:], []))
     small = dict(knob.split("=") for knob in SMALL.split())
     return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(tokenizer), **small}
-
-
-@pytest.fixture(scope="session")
-def knobs(tmp_path_factory) -> dict[str, str]:
-    return write_small_run(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

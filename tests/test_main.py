@@ -302,7 +302,6 @@ def test_after_the_end_of_a_pipe_a_run_goes_on_and_succeeds(single):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "3"}, ["WORLD_SIZE=3", "BATCH_SLOTS=8"]),
         ({"EVAL_ONLY": "none.pt"}, ["InputError: EVAL_ONLY='none.pt' is not a file"]),
         ({"RESUME": "none.pt"}, ["InputError: RESUME='none.pt' is not a file"]),
         ({"EVAL_ONLY": "../bad.pt"}, ["InputError: EVAL_ONLY='../bad.pt' is damaged"]),

@@ -34,7 +34,7 @@ def test_bf16_rounds_where_the_reference_does():
 
 
 @pytest.mark.baseline
-@pytest.mark.parametrize("world_size", [2, 3, 64])
+@pytest.mark.parametrize("world_size", [3, 64])
 def test_the_shares_of_all_ranks_add_up_to_the_whole(monkeypatch, world_size):
     """Each rank sends its own matrices, and zeros elsewhere."""
     torch.manual_seed(0)
