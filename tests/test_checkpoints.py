@@ -66,8 +66,6 @@ def resume_line(lines: list[str]) -> str:
 
 
 # ---- one process ---------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_replaces_the_previous_one_and_the_last_step_has_one(undisturbed):
     folder, lines = undisturbed
     saved = [line for line in lines if line.startswith("checkpoint:")]

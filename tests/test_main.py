@@ -103,8 +103,6 @@ def single(tmp_path_factory, knobs) -> tuple[Path, str, int]:
 
 
 # ---- the command line and the terminal -----------------------------------------------------------
-
-
 def test_help_shows_all_knobs_and_starts_nothing(tmp_path):
     result = run_here(tmp_path, {}, arguments=["--help"])
     assert (result.returncode, result.stderr) == (0, "")
@@ -166,8 +164,6 @@ def test_minutes_a_step_on_a_cpu_are_a_warning(tmp_path, knobs):
 
 
 # ---- the log and the files -----------------------------------------------------------------------
-
-
 def test_the_log_line_by_line(single, dataset, tokenizer):
     lines, patterns = single[1].splitlines(), contract_lines(dataset, tokenizer)
     for line, pattern in zip(lines, patterns, strict=False):
@@ -253,8 +249,6 @@ def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
 
 
 # ---- how a run ends ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("broken", ["validate", "export", "load_weights"])
 def test_the_weights_are_on_the_disk_before_anything_can_fail(tmp_path, knobs, monkeypatch, broken):
     def fail(*arguments):
@@ -297,8 +291,6 @@ def test_after_the_end_of_a_pipe_a_run_goes_on_and_succeeds(single):
 
 
 # ---- how a run ends before it begins -------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -320,8 +312,6 @@ def test_a_user_error_is_one_error_and_leaves_no_log(tmp_path, knobs, changes, w
 
 
 # ---- the demo ------------------------------------------------------------------------------------
-
-
 def test_the_demo_builds_its_data_once_and_runs(tmp_path, monkeypatch):
     environ = {"PRESET": "demo", "DEVICE": "cpu", "ITERATIONS": "1", "WARMUP_STEPS": "0"}
     environ |= {"MAX_VAL_TOKENS": "1024", "VAL_LOSS_EVERY": "0", "OUTPUT_DIR": "out"}

@@ -87,9 +87,13 @@ class FakeGPU(TorchDispatchMode):
         return result
 
 
-def replace_what_needs_a_gpu(gpu: FakeGPU, parameters: list[torch.nn.Parameter]) -> None:
-    """Replace parts of torch: the device's properties and clock, autograd's engine and the exchange
-    of Python values."""
+def main() -> None:
+    folder, results = Path(sys.argv[1]), {}
+    install_guard(folder)
+    hp = train_gpt.Hyperparameters.from_env(os.environ)
+    runtime = train_gpt.Runtime(3, 8, GPU, torch.bfloat16, False)
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    gpu, parameters = FakeGPU(), []
 
     def backward(loss: torch.Tensor) -> None:
         """Set gradients to zeros. Autograd's engine needs a real device."""
@@ -105,16 +109,6 @@ def replace_what_needs_a_gpu(gpu: FakeGPU, parameters: list[torch.nn.Parameter])
     torch.cuda._lazy_init = lambda: None
     torch.cuda.synchronize = lambda device=None: gpu.waits.append("synchronized")
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(major=9)
-
-
-def main() -> None:
-    folder, results = Path(sys.argv[1]), {}
-    install_guard(folder)
-    hp = train_gpt.Hyperparameters.from_env(os.environ)
-    runtime = train_gpt.Runtime(3, 8, GPU, torch.bfloat16, False)
-    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
-    gpu, parameters = FakeGPU(), []
-    replace_what_needs_a_gpu(gpu, parameters)
 
     def check(name: str, action: Callable, *args: Any) -> Any:
         """Record the devices of the action's result, and its waits."""

@@ -24,9 +24,7 @@ def keep_gradients(state: train_gpt.TrainingState) -> list[dict[str, torch.Tenso
     return steps
 
 
-def counting_hook(
-    counter: list[int], bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def counting_hook(counter: list[int], bucket: dist.GradBucket):
     counter[0] += 1
     return allreduce_hook(None, bucket)
 
@@ -51,14 +49,8 @@ def main() -> None:
     for _ in range(num_steps):
         rank_loss = train_gpt.train_step(state)
         losses.append(sum(runtime.gather(rank_loss.item())) / runtime.world_size)
-    validation = validation_losses(state)
-    result = {
-        "gradients": gradients[0],
-        "weights": state.gpt.state_dict(),
-        "losses": losses,
-        "all_reduces": counter[0],
-        "validation": validation,
-    }
+    result = {"gradients": gradients[0], "all_reduces": counter[0], "losses": losses}
+    result |= {"weights": state.gpt.state_dict(), "validation": validation_losses(state)}
     torch.save(result, folder / f"{runtime.world_size}_{runtime.rank}.pt")
     dist.barrier()
     os._exit(0)  # as the script does: the interpreter's own exit may hang in gloo's threads

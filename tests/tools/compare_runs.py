@@ -292,7 +292,7 @@ def draw(groups: list[Group], picture: Path, by_run: bool) -> None:
 
 
 # ---- command line --------------------------------------------------------------------------------
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> NoReturn:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="runs to show")
@@ -306,11 +306,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--picture {args.picture} must end in .svg or .png")
     if bool(args.logs) == bool(args.baseline) or (args.candidate and not args.baseline):
         parser.error("give either logs, or --baseline and perhaps --candidate")
-    return args
-
-
-def main(arguments: list[str] | None = None) -> NoReturn:
-    args = parse_arguments(arguments)
     sides = {"runs": args.logs, "baseline": args.baseline, "candidate": args.candidate}
     try:
         # A file that is named twice is one run.
