@@ -851,7 +851,8 @@ def deserialize(data: bytes, name: str) -> dict[str, Any]:
     """Undo serialize, and compress. Runs no code from the file. Damage is an InputError."""
     problem = f"{name} is damaged or not a model file"
     try:
-        data = data if data.startswith(b"PK") else decompress(data)  # PK: a file of torch.save
+        if not data.startswith(b"PK"):  # as files of torch.save do
+            data = decompress(data)
     except zlib.error as error:
         raise InputError(f"{problem}: {error}") from None
     try:
@@ -1007,8 +1008,7 @@ def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
     if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if local_rank >= num_gpus:
-        problem = f"DEVICE={hp.device!r}, but torch sees {num_gpus} GPUs for rank {local_rank}"
-        raise InputError(f"{problem}: start fewer processes, or set DEVICE=cpu")
+        raise InputError(f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs: set DEVICE=cpu")
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True
     return torch.device("cuda", local_rank)
@@ -1162,7 +1162,7 @@ def load_checkpoint(state: TrainingState) -> list[str]:
             raise InputError(f"{name} is not a checkpoint: set it to a file in checkpoints/")
     saved = runtime.broadcast(saved)
     if saved is None:
-        return []
+        return [f"resume:{path} does not exist, a new run begins"] if hp.resume else []
     check_shapes(state.gpt, saved["model"], name)
     if saved["stream"][0] >= len(state.loader.stream.shards):
         raise InputError(f"{name} has used more train shards: set DATA_PATH to them")
@@ -1324,8 +1324,8 @@ def train(state: TrainingState, validation: Validation) -> float | None:
 
     stopwatch.pause()
     if signum > 0:
-        is_saved = save_checkpoint(state)
-        advice = f"to resume, set RESUME=auto and RUN_ID={hp.run_id}" if is_saved else "not saved"
+        saved = save_checkpoint(state)
+        advice = f"rerun this command with RESUME=auto RUN_ID={hp.run_id}" if saved else "not saved"
         runtime.log(f"stopped: signal:{signum} {step_name}: {advice}")
         state.signum = signum
         return None
@@ -1377,7 +1377,7 @@ def log_run(state: TrainingState, validation: Validation) -> None:
         )
         runtime.log(f"WARNING: {problem}: set it to the tokenizer that did")
     if runtime.device.type == "cpu" and not hp.preset and num_params * hp.train_batch_tokens > 1e12:
-        runtime.log("WARNING: a step of these knobs takes minutes: PRESET=demo is for CPUs")
+        runtime.log("WARNING: on a CPU a step takes minutes: PRESET=demo changes the other knobs")
 
 
 def run() -> int:

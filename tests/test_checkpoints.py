@@ -213,7 +213,7 @@ def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
     read_until(agent, "waiting")
     agent.send_signal(signal.SIGTERM)
     stopped = agent.communicate(timeout=240)[0].splitlines()[-1]
-    advice = "to resume, set RESUME=auto and RUN_ID=test"
+    advice = "rerun this command with RESUME=auto RUN_ID=test"
     assert stopped == f"stopped: signal:15 step:18/20: {advice}"
     lines = finished(run_ranks(tmp_path, environ, 2)[0])
     assert resume_line(lines).startswith(f"resume:{CHECKPOINT} step:18 ")

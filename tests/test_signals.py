@@ -10,7 +10,7 @@ from conftest import finished, run_here, run_ranks, send_signals, write_worker
 
 import train_gpt
 
-ADVICE = "to resume, set RESUME=auto and RUN_ID=test"
+ADVICE = "rerun this command with RESUME=auto RUN_ID=test"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 STOPPING = "stopping as soon as the weights are saved"
 QUICK = {"ITERATIONS": "2", "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0", "NUM_LAYERS": "1"}
