@@ -60,6 +60,7 @@ def main() -> None:
             tokens = rng.integers(hp.vocab_size, size=1_000_000)
             write_shard(data / f"fineweb_train_{i:06d}.bin", tokens)
         runtime = train_gpt.open_runtime(hp)
+        report = print if runtime.rank == 0 else str
         state = make_state(hp, runtime)
         # Autocast needs the embedding in bf16, whatever the trainer's dtype is.
         plain_gpt = plain_model = PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
@@ -78,9 +79,9 @@ def main() -> None:
         times = measure(steps, rounds, runtime.device)
         for name, ms in times.items():
             per_second = 1000 * hp.train_batch_tokens / ms
-            runtime.log(f"{name:8} {ms:9.1f} ms/step {per_second:9.0f} tokens/s")
+            report(f"{name:8} {ms:9.1f} ms/step {per_second:9.0f} tokens/s")
         ratio = times["plain"] / times["trainer"]
-        runtime.log(f"ratio    {ratio:9.2f}x")
+        report(f"ratio    {ratio:9.2f}x")
         if dist.is_initialized():
             dist.barrier()
             os._exit(0)  # the interpreter's own exit may hang in gloo's threads
