@@ -54,7 +54,7 @@ def test_one_node_uses_the_loopback_interface(monkeypatch, local, given, used):
 
 
 def test_a_missing_gpu_is_an_error():
-    with pytest.raises(InputError, match="DEVICE='cuda'.*set DEVICE=cpu"):
+    with pytest.raises(InputError, match="LOCAL_RANK=99.*set DEVICE=cpu"):
         open_device(Hyperparameters(device="cuda"), 99)
 
 
