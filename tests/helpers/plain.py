@@ -156,7 +156,7 @@ class PlainOptimizers:
 def batches(
     paths: list[Path], device: torch.device, num_tokens: int, seq_len: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, int64 (B, T) each, from one shard after the other, for ever."""
+    """Inputs and targets, int64 (B, T) each, from one shard after the other, forever."""
     tokens = np.empty(0, np.uint16)
     for path in itertools.cycle(paths):
         tokens = np.concatenate([tokens, np.fromfile(path, dtype="<u2", offset=1024)])

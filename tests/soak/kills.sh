@@ -22,4 +22,4 @@ for i in $(seq "$kills"); do
 done
 wait $agent || { echo "the run failed: see $folder/killed.log"; exit 1; }
 cmp "$folder/calm/final_model.pt" "$folder/killed/final_model.pt"
-echo "same weights after $kills kills and $(grep -c ^resume: "$folder/killed.log") resumes"
+echo "same weights after $kills kills and $(grep -c "^resume:.* step:" "$folder/killed.log") resumes"
