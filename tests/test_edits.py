@@ -66,7 +66,7 @@ train_gpt.MLP = DeadMLP"""
 def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs):
     """Before DistributedDataParallel refuses a second step."""
     for result in run_ranks(tmp_path, knobs, 2, [write_worker(tmp_path, DEAD)]):
-        failed(result, "blocks.0.mlp.dead got no gradient")
+        assert failed(result, "blocks.0.mlp.dead got no gradient")
 
 
 # ---- Optimizers ----------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_what_is_not_a_checkpoint_cannot_be_resumed(trained, tmp_path, state, na
 def test_a_bug_in_an_edited_dequantize_keeps_its_traceback(
     trained, tmp_path, quantized_knobs, monkeypatch
 ):
-    """It is no damage of the file."""
+    """The file is not damaged."""
 
     def dequantize(obj: dict) -> dict:
         return obj["quantised"]

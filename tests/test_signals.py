@@ -43,7 +43,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, knobs, m
     monkeypatch.setattr(train_gpt, "export", export)
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        finished(run_here(tmp_path, {**knobs, **QUICK}))
+        assert finished(run_here(tmp_path, {**knobs, **QUICK}))
     finally:
         signal.signal(number, before)
 
