@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,17 @@ from types import ModuleType
 import conftest
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, finished, run_here, run_ranks, same_models, scores, write_shard
+from conftest import (
+    ROOT,
+    SCRIPT,
+    finished,
+    run_here,
+    run_ranks,
+    same_models,
+    scores,
+    send_signals,
+    write_shard,
+)
 from torch._dynamo.utils import counters
 
 pytestmark = [
@@ -141,12 +152,15 @@ def train_losses(lines: list[str]) -> list[float]:
 def test_a_recipe_in_full(tmp_path, quantized_knobs, names, monkeypatch):
     script = patch_script(tmp_path, names)
     module = load(script, monkeypatch)
-    environ = {**knobs_of(quantized_knobs, names), "CHECKPOINT_EVERY": "4"}
+    environ = knobs_of(quantized_knobs, names)
     whole, rest, ranks = (tmp_path / name for name in ("whole", "rest", "ranks"))
-    whole.mkdir()
-    ranks.mkdir()
+    for folder in (whole, rest, ranks):
+        folder.mkdir()
     lines = finished(run_here(whole, environ, module))
-    shutil.copytree(whole / "checkpoints", rest / "checkpoints")
+    with monkeypatch.context() as stopping:
+        stopping.setattr(conftest, "train_gpt", module)
+        send_signals(stopping, 4, signal.SIGTERM)
+        assert run_here(rest, environ, module).returncode == 143
     finished(run_here(rest, {**environ, "RESUME": "auto"}, module))
     assert same_models(whole, rest)
     artifact = str(whole / "final_model.int8.ptz")
