@@ -27,7 +27,7 @@ SCRIPT = ROOT / "train_gpt.py"
 sys.path[:0] = [str(ROOT / name) for name in ("", "data", "tests/helpers", "tests/tools")]
 
 import train_gpt  # noqa: E402
-from train_gpt import Hyperparameters, Runtime, TrainingState  # noqa: E402
+from train_gpt import Hyperparameters, Log, Runtime, TrainingState  # noqa: E402
 
 # Dropout, which a player may add, would make every run another one.
 torch.nn.functional.dropout = lambda x, *args, **settings: x
@@ -35,17 +35,13 @@ torch.nn.functional.dropout = lambda x, *args, **settings: x
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, False)  # one process, without a log
 
 
-class Lines:
+class Lines(Log):
     """A log that keeps its lines."""
 
-    def __init__(self) -> None:
-        self.text = ""
+    text = ""
 
     def __call__(self, line: str) -> None:
         self.text += f"{line}\n"
-
-    def status(self, text: str) -> None:
-        pass
 
 
 # Ranks are forked from a server that has imported torch for all of them.
@@ -65,9 +61,6 @@ SMALL = (
 
 
 def pytest_configure(config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a GPU; skipped without one")
-    config.addinivalue_line("markers", "baseline: compares with the baseline's model and figures")
-    config.addinivalue_line("markers", "recipes: each recipe in full; only if asked for")
     # The script would inherit what nohup and a shell's & ignore.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -163,11 +156,11 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def process_environ(environ: dict[str, str], threads: int) -> dict[str, str]:
+def process_environ(environ: dict[str, str]) -> dict[str, str]:
     """`environ`, and the few variables that a process needs to start."""
     kept = {"PATH", "HOME", "LD_LIBRARY_PATH"}
     base = {name: value for name, value in os.environ.items() if name in kept}
-    return {**base, "OMP_NUM_THREADS": str(threads), **environ}
+    return {**base, "OMP_NUM_THREADS": "1", **environ}
 
 
 def be_a_rank(folder: Path, environ: dict[str, str], command: list[str], output: str) -> None:
@@ -191,13 +184,14 @@ def run_ranks(
 ) -> list[subprocess.CompletedProcess]:
     """Run a script, and its arguments, as gloo processes with the variables that torchrun sets.
     own: other variables of some ranks."""
+    folder.mkdir(exist_ok=True)
     place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes, results = [], []
     with tempfile.TemporaryDirectory() as outputs:
         for rank in range(ranks):
             place |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            rank_environ = process_environ({**environ, **place, **(own or {}).get(rank, {})}, 1)
+            rank_environ = process_environ({**environ, **place, **(own or {}).get(rank, {})})
             arguments = (folder, rank_environ, command, f"{outputs}/{rank}")
             processes.append(FORKS.Process(target=be_a_rank, args=arguments))
             processes[rank].start()
@@ -216,7 +210,7 @@ def run_script(
 ) -> subprocess.CompletedProcess:
     """Run the script in its own process, which takes three seconds to start; under torchrun if
     ranks > 0."""
-    settings = {"cwd": folder, "env": process_environ(environ, 1), "text": True, "timeout": 240}
+    settings = {"cwd": folder, "env": process_environ(environ), "text": True, "timeout": 240}
     result = subprocess.run([*launch_command(ranks), script], capture_output=True, **settings)
     result.stdout = without_gloo(result.stdout)
     return result
@@ -237,10 +231,11 @@ def run_here(
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
     home, threads = os.getcwd(), torch.get_num_threads()
+    folder.mkdir(exist_ok=True)
     os.chdir(folder)
     torch.set_num_threads(1)
     with (
-        patch.dict(os.environ, process_environ(environ, 1), clear=True),
+        patch.dict(os.environ, process_environ(environ), clear=True),
         patch.object(sys, "argv", ["train_gpt.py", *arguments]),
         patch.object(os, "_exit", leave),
         contextlib.redirect_stdout(output),
@@ -281,11 +276,13 @@ def launch_command(ranks: int = 0, restarts: int = 0) -> list[str]:
     return [sys.executable, *([*launcher, f"--max-restarts={restarts}"] if ranks else [])]
 
 
-def start(folder: Path, environ: dict[str, str], command: list[str | Path]) -> subprocess.Popen:
+def start(
+    folder: Path, environ: dict[str, str], command: list[str | Path], stdout: int = subprocess.PIPE
+) -> subprocess.Popen:
     """Start a command. Its errors go to the file stderr.txt."""
-    settings = {"cwd": folder, "env": process_environ(environ, 1), "text": True}
+    settings = {"cwd": folder, "env": process_environ(environ), "text": True}
     with open(folder / "stderr.txt", "w") as errors:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, **settings)
+        return subprocess.Popen(command, stdout=stdout, stderr=errors, **settings)
 
 
 def write_worker(folder: Path, change: str) -> Path:

@@ -160,24 +160,24 @@ def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(copied, long_kn
 # ---- several ranks -------------------------------------------------------------------------------
 
 
-# A signal in step 3.
+# A signal to one rank in step 3.
 STOP = """
 def train_step(state, train_step=train_gpt.train_step):
-    if state.step == 2:
-        os.kill(os.getpid(), 15)
+    if state.step == 2 and state.runtime.rank == 1:
+        os.kill(os.getpid(), 2)
     return train_step(state)
 
 train_gpt.train_step = train_step"""
 
 
-def test_four_ranks_resume_to_the_same_bits(tmp_path, long_knobs):
+def test_a_signal_to_one_rank_stops_all_and_they_resume_to_the_same_bits(tmp_path, long_knobs):
     """The order in which DDP adds gradients changes after the first step of a process."""
     whole, rest = tmp_path / "whole", tmp_path / "rest"
-    whole.mkdir()
-    rest.mkdir()
     environ = {**long_knobs, "ITERATIONS": "5"}
     finished(run_ranks(whole, environ, 4)[0])
-    assert run_ranks(rest, environ, 4, [write_worker(tmp_path, STOP)])[0].returncode == 143
+    stopped = run_ranks(rest, environ, 4, [write_worker(tmp_path, STOP)])
+    assert [rank.returncode for rank in stopped] == [130, 130, 130, 130]
+    assert stopped[0].stdout.splitlines()[-1].startswith("stopped: signal:2 step:3/5: ")
     lines = finished(run_ranks(rest, {**environ, "RESUME": "auto"}, 4)[0])
     assert resume_line(lines).startswith(f"resume:{CHECKPOINT} step:3 ")
     assert same_models(rest, whole)
@@ -218,6 +218,5 @@ def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
     lines = finished(run_ranks(tmp_path, environ, 2)[0])
     assert resume_line(lines).startswith(f"resume:{CHECKPOINT} step:18 ")
     two = tmp_path / "two"
-    two.mkdir()
     finished(run_ranks(two, long_knobs, 2)[0])
     assert same_models(tmp_path, two)

@@ -26,7 +26,7 @@ def results(tmp_path_factory, knobs) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("fake_cuda")
     command = [sys.executable, ROOT / "tests/helpers/fake_cuda_worker.py", folder]
     own = {"NUM_LAYERS": "2", "GRAD_CLIP_NORM": "1", "DEVICE": "auto"}
-    environ = process_environ({**knobs, **own, "PYTHONPATH": str(ROOT), "CXX": CXX}, 1)
+    environ = process_environ({**knobs, **own, "PYTHONPATH": str(ROOT), "CXX": CXX})
     process = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr
     return json.loads((folder / "result.json").read_text())

@@ -1,14 +1,11 @@
 """Quantization, the artifact and the files."""
 
-import importlib
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, SCRIPT, Lines, make_state
+from conftest import ALONE, Lines, make_state
 
 import train_gpt
 from train_gpt import dequantize_state_dict_int8, quantize_state_dict_int8, quantize_tensor
@@ -119,18 +116,18 @@ def test_without_qmeta_a_scale_with_one_dimension_is_one_per_row():
     assert torch.equal(restored["w"], values * scales[:, None, None])
 
 
-def state_of(knobs: dict[str, str], folder: Path, source: bytes) -> train_gpt.TrainingState:
-    """State of a run of this source that writes into the folder."""
-    hp = train_gpt.Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(folder)})
+def state_of(knobs: dict[str, str], source: bytes) -> train_gpt.TrainingState:
+    """State of a run of this source."""
+    hp = train_gpt.Hyperparameters.from_env(knobs)
     return make_state(hp, replace(ALONE, log=Lines(), source=source))
 
 
 @pytest.mark.parametrize("spare, verdict", [(0, "fits"), (-1, "too_large")])
-def test_the_artifact_and_the_lines_of_its_size(quantized_knobs, tmp_path, spare, verdict):
+def test_the_artifact_and_the_lines_of_its_size(quantized_knobs, spare, verdict):
     """With code of a length that fits to the byte, or is one byte too long."""
-    size = len(train_gpt.export(state_of(quantized_knobs, tmp_path, b""))[0])
+    size = len(train_gpt.export(state_of(quantized_knobs, b""))[0])
     code, total = 16_000_000 - spare - size, 16_000_000 - spare
-    state = state_of(quantized_knobs, tmp_path, b"#" * code)
+    state = state_of(quantized_knobs, b"#" * code)
     artifact, sizes = train_gpt.export(state)
     assert sizes == {"bytes_total": total, "bytes_code": code}
     _, code_line, _, model, submission, check = state.runtime.log.text.splitlines()
@@ -146,10 +143,10 @@ def test_the_artifact_and_the_lines_of_its_size(quantized_knobs, tmp_path, spare
 
 def test_the_code_is_what_it_was_when_the_run_began(quantized_knobs, tmp_path, monkeypatch):
     """Even if the file is changed later."""
-    script = Path(shutil.copy(SCRIPT, tmp_path / "copied_script.py"))
-    monkeypatch.syspath_prepend(tmp_path)
-    copied = importlib.import_module(script.stem)
-    state = state_of(quantized_knobs, tmp_path, b"")
-    state.runtime = copied.open_runtime(state.hp)
+    script = tmp_path / "script.py"
+    script.write_text("eight = 8")
+    monkeypatch.setattr(train_gpt, "__file__", str(script))
+    state = state_of(quantized_knobs, b"")
+    state.runtime = train_gpt.open_runtime(state.hp)
     script.write_text("x = 1")
-    assert copied.export(state)[1]["bytes_code"] == SCRIPT.stat().st_size
+    assert train_gpt.export(state)[1]["bytes_code"] == len("eight = 8")

@@ -94,9 +94,7 @@ OTHER_SHAPES = {
 
 @pytest.mark.parametrize("load, name", [*PLAIN, (score, ARTIFACT)])
 @pytest.mark.parametrize("changed", [*OTHER_SHAPES, "all"])
-def test_an_error_names_the_knobs_of_a_file_of_other_shapes(
-    trained, tmp_path, state, load, name, changed
-):
+def test_an_error_names_the_knobs_that_do_not_fit(trained, tmp_path, state, load, name, changed):
     changes = OTHER_SHAPES if changed == "all" else {changed: OTHER_SHAPES[changed]}
     other = make_state(replace(state.hp, **changes))
     with pytest.raises(InputError) as caught:
@@ -113,9 +111,7 @@ def test_what_is_not_a_checkpoint_cannot_be_resumed(trained, tmp_path, state, na
         resume(state, tmp_path / "file", (trained[0] / name).read_bytes())
 
 
-def test_a_bug_in_an_edited_dequantize_keeps_its_traceback(
-    trained, tmp_path, quantized_knobs, monkeypatch
-):
+def test_a_bug_in_dequantize_keeps_its_traceback(trained, tmp_path, quantized_knobs, monkeypatch):
     """The file is not damaged."""
 
     def dequantize(obj: dict) -> dict:
@@ -137,9 +133,7 @@ def test_a_write_that_fails_warns_and_leaves_the_old_file_without_a_part_of_the_
 
 
 @pytest.mark.parametrize("name, code", [(MODEL, 0), (ARTIFACT, 1), (RESULT, 0)])
-def test_a_file_that_cannot_be_written_is_a_warning_and_the_score_is_computed(
-    tmp_path, knobs, name, code
-):
+def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, knobs, name, code):
     """Without an artifact the run fails in the end."""
     (tmp_path / name).mkdir()
     result = run_here(tmp_path, {**knobs, "ITERATIONS": "1", "VAL_LOSS_EVERY": "0"})

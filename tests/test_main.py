@@ -1,5 +1,6 @@
 """Whole runs: the command line, the log line by line, the files, how a run ends."""
 
+import contextlib
 import functools
 import json
 import os
@@ -12,35 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    FORKS,
-    SCRIPT,
-    be_a_rank,
-    failed,
-    finished,
-    launch_command,
-    make_state,
-    process_environ,
-    run_here,
-    same_models,
-    scores,
-    start,
-    write_worker,
-)
+from conftest import SCRIPT, failed, finished, run_here, same_models, scores, start, write_worker
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters
 
 MODEL, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
-NUMBER = r"\d+"
 LOSS = r"\d+\.\d{4}"
-EXACT = r"\d+\.\d{8}"
 SCORE = rf"val_loss:{LOSS} val_bpb:{LOSS}"
 TIMES = r"train_time:\d+ms step_avg:\d+\.\d{2}ms"
-LAST_LINES = [
-    rf"final_int8_zlib_roundtrip {SCORE} eval_time:{NUMBER}ms",
-    rf"final_int8_zlib_roundtrip_exact val_loss:{EXACT} val_bpb:{EXACT}",
-]
 
 
 def contract_lines(dataset: Path, tokenizer: Path) -> list[str]:
@@ -50,7 +31,7 @@ def contract_lines(dataset: Path, tokenizer: Path) -> list[str]:
         rf"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={re.escape(str(tokenizer))}",
         rf"train_loader:dataset:{re.escape(dataset.name)} train_shards:2",
         rf"val_loader:shards pattern={re.escape(str(dataset))}/fineweb_val_\*\.bin tokens:1472",
-        rf"model_params:{NUMBER}",
+        r"model_params:\d+",
         r"world_size:1 grad_accum_steps:8",
         r"sdp_backends:cudnn=False flash=True mem_efficient=True math=True",
         r"attention_mode:gqa num_heads:4 num_kv_heads:2",
@@ -72,14 +53,15 @@ def contract_lines(dataset: Path, tokenizer: Path) -> list[str]:
         rf"step:3/6 {SCORE} {TIMES}",
         *[rf"step:{i}/6 train_loss:{LOSS} {TIMES}" for i in (4, 5, 6)],
         rf"step:6/6 {SCORE} {TIMES}",
-        rf"Serialized model: {NUMBER} bytes",
+        r"Serialized model: \d+ bytes",
         rf"Code size: {SCRIPT.stat().st_size} bytes",
-        rf"Total submission size: {NUMBER} bytes",
-        rf"Serialized model int8\+zlib: {NUMBER} bytes \(payload:{NUMBER} raw_torch:{NUMBER} "
+        r"Total submission size: \d+ bytes",
+        r"Serialized model int8\+zlib: \d+ bytes \(payload:\d+ raw_torch:\d+ "
         r"payload_ratio:\d+\.\d{2}x\)",
-        rf"Total submission size int8\+zlib: {NUMBER} bytes",
-        rf"size_check:fits limit:16000000 bytes_left:{NUMBER}",
-        *LAST_LINES,
+        r"Total submission size int8\+zlib: \d+ bytes",
+        r"size_check:fits limit:16000000 bytes_left:\d+",
+        rf"final_int8_zlib_roundtrip {SCORE} eval_time:\d+ms",
+        r"final_int8_zlib_roundtrip_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}",
     ]
 
 
@@ -95,7 +77,7 @@ def single(tmp_path_factory, knobs) -> tuple[Path, str, int]:
     line, as by `| head -1`."""
     folder = tmp_path_factory.mktemp("single")
     worker = write_worker(folder, "")
-    process = start(folder, {**knobs, "ITERATION": "7"}, [*launch_command(), worker])
+    process = start(folder, {**knobs, "ITERATION": "7"}, [sys.executable, worker])
     assert process.stdout.readline() == "logs/test.txt\n"
     process.stdout.close()
     code = process.wait(timeout=240)
@@ -131,24 +113,21 @@ train_gpt.time = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=tim
 
 def test_a_terminal_has_a_status_line_and_the_log_file_has_not(tmp_path, knobs):
     master, slave = pty.openpty()
-    (tmp_path / "0.out").symlink_to(os.ttyname(slave))
-    environ = process_environ({**knobs, "ITERATIONS": "2", "COLUMNS": "120"}, 1)
-    worker = [write_worker(tmp_path, HURRY)]
-    arguments = (tmp_path, environ, worker, str(tmp_path / "0"))
-    process = FORKS.Process(target=be_a_rank, args=arguments)
-    process.start()
-    shown = b""
-    while master in wait([master, process.sentinel], timeout=240):
-        shown += os.read(master, 4096)
-    process.join()
-    os.close(master)
+    command = [sys.executable, write_worker(tmp_path, HURRY)]
+    process = start(tmp_path, {**knobs, "ITERATIONS": "2"}, command, stdout=slave)
     os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # on Linux at the end of the run
+        while wait([master], timeout=240) and (part := os.read(master, 4096)):
+            shown += part
+    os.close(master)
+    assert process.wait(timeout=240) == 0
     # Each part clears the line, then shows a status or a line of the log.
     parts = shown.decode().replace("\r\n", "\n").split("\r\x1b[K")
     log = log_file(tmp_path)[1]
     assert "".join(part for part in parts if part.endswith("\n")) == log
     statuses = [part for part in parts if part and not part.endswith("\n")]
-    assert max(map(len, statuses)) < 120
+    assert max(map(len, statuses)) < 80
     for pattern in (
         r"(?=.*warmup_step:2/2).*micro_step:8/8",
         r"validation: window 32 of 46",
@@ -196,7 +175,6 @@ def test_the_sizes_are_those_of_the_files(single):
     artifact = (folder / ARTIFACT).read_bytes()
     assert f"\nSerialized model: {plain} bytes\n" in output
     assert f"\nTotal submission size: {plain + code} bytes\n" in output
-    assert f"\nTotal submission size int8+zlib: {len(artifact) + code} bytes\n" in output
     assert f" raw_torch:{len(train_gpt.decompress(artifact))} " in output
     result = json.loads((folder / RESULT).read_text())
     assert (result["bytes_total"], result["bytes_code"]) == (len(artifact) + code, code)
@@ -214,26 +192,6 @@ def test_the_result_has_scores_and_knobs(trained, quantized_knobs):
     assert (result["steps"], result["partial"], result["world_size"]) == (6, "", 1)
     hp = Hyperparameters.from_env({**quantized_knobs, "CHECKPOINT_EVERY": "100"})
     assert result["knobs"] == json.loads(json.dumps(asdict(hp)))
-
-
-@pytest.mark.baseline
-def test_the_run_is_the_schedule_and_the_steps_by_hand(single, knobs):
-    """Learning rate and momentum of each step, counted from 0, are written out here."""
-    state = make_state(Hyperparameters.from_env(knobs))
-    adam, muon = state.optimizers
-    for s, factor in enumerate([1, 1, 1, 0.75, 0.5, 0.25]):  # 6 iterations, 4 of warmdown
-        adam.param_groups[0]["lr"], adam.param_groups[1]["lr"] = 0.05 * factor, 0.04 * factor
-        muon.param_groups[0]["lr"] = 0.04 * factor
-        muon.param_groups[0]["momentum"] = 0.85 + 0.10 * s / 500
-        for _ in range(8):
-            x, y = state.loader.next_batch(512, 32, 8)
-            (state.gpt(x, y) / 8).backward()
-        for optimizer in (adam, muon):
-            optimizer.step()
-            optimizer.zero_grad()
-    trained = torch.load(single[0] / MODEL, weights_only=True)
-    for name, tensor in state.gpt.state_dict().items():
-        torch.testing.assert_close(tensor, trained[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
@@ -280,7 +238,6 @@ def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knob
     monkeypatch.setattr(train_gpt, "export", export)
     result = run_here(tmp_path, {**knobs, "ITERATIONS": "1"})
     assert (result.returncode, result.stderr) == (1, "")
-    assert "\nWARNING: the score is nan" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:nan")
     assert (tmp_path / ARTIFACT).is_file() and (tmp_path / RESULT).is_file()
 
@@ -305,7 +262,6 @@ def test_after_the_end_of_a_pipe_a_run_goes_on_and_succeeds(single):
 def test_a_user_error_is_one_error_and_leaves_no_log(tmp_path, knobs, changes, words):
     (tmp_path / "bad.pt").write_bytes(b"PK" * 500)
     folder = tmp_path / "run"
-    folder.mkdir()
     result = run_here(folder, {**knobs, **changes})
     failed(result, *words)
     assert result.stdout == "" and list(folder.iterdir()) == []

@@ -6,17 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import train_gpt
-from train_gpt import (
-    GPT,
-    Hyperparameters,
-    InputError,
-    Muon,
-    build_optimizers,
-    newton_schulz,
-    parameter_groups,
-)
-
-SHAPES = [(16, 16), (8, 32), (32, 8), (16, 16), (8, 32), (1, 5), (2, 40)]
+from train_gpt import GPT, Hyperparameters, InputError, Muon, build_optimizers, parameter_groups
 
 
 @pytest.mark.baseline
@@ -30,7 +20,7 @@ def test_bf16_rounds_where_the_reference_does():
         B = -4.7750 * A + (2.0315 * A) @ A
         assert not torch.equal(B, -4.7750 * A + 2.0315 * (A @ A))
         expected = 3.4445 * expected + B @ expected
-    assert torch.equal(newton_schulz(x, 5), expected)
+    assert torch.equal(train_gpt.newton_schulz(x, 5), expected)
 
 
 @pytest.mark.baseline
@@ -38,7 +28,8 @@ def test_bf16_rounds_where_the_reference_does():
 def test_the_shares_of_all_ranks_add_up_to_the_whole(monkeypatch, world_size):
     """Each rank sends its own matrices, and zeros elsewhere."""
     torch.manual_seed(0)
-    grads = [torch.randn(shape) for shape in SHAPES]
+    shapes = [(16, 16), (8, 32), (32, 8), (16, 16), (8, 32), (1, 5), (2, 40)]
+    grads = [torch.randn(shape) for shape in shapes]
     sent = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world_size)

@@ -154,8 +154,6 @@ def test_a_recipe_in_full(tmp_path, quantized_knobs, names, monkeypatch):
     module = load(script, monkeypatch)
     environ = knobs_of(quantized_knobs, names)
     whole, rest, ranks = (tmp_path / name for name in ("whole", "rest", "ranks"))
-    for folder in (whole, rest, ranks):
-        folder.mkdir()
     lines = finished(run_here(whole, environ, module))
     with monkeypatch.context() as stopping:
         stopping.setattr(conftest, "train_gpt", module)

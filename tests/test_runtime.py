@@ -4,23 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import (
-    SCRIPT,
-    failed,
-    finished,
-    free_port,
-    process_environ,
-    run_here,
-    run_ranks,
-    without_gloo,
-    write_worker,
-)
+from conftest import failed, finished, free_port, run_ranks, start, without_gloo, write_worker
 
 from train_gpt import Hyperparameters, InputError, open_device, open_runtime
 
@@ -67,19 +56,16 @@ def test_a_missing_gpu_is_an_error():
         ({"SCRIPT": "other/edited.py"}, "train_gpt.py is "),
     ],
 )
-def test_ranks_that_differ_are_an_error_that_names_the_difference(
-    tmp_path, dataset, knobs, own, words
-):
+def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own, words):
     """For example on two nodes with different files."""
     other = shutil.copytree(dataset, tmp_path / "other")
     with open(other / "fineweb_train_000001.bin", "r+b") as shard:
         shard.seek(1024 + 2)
         shard.write(b"\xff")
     (other / "small.model").write_bytes(b"another tokenizer")
-    (other / "edited.py").write_text(f"{SCRIPT.read_text()}# an edit")
-    worker = write_worker(
-        tmp_path, "train_gpt.__file__ = os.environ.get('SCRIPT', train_gpt.__file__)"
-    )
+    (other / "edited.py").write_text("another script")
+    change = "train_gpt.__file__ = os.environ.get('SCRIPT', train_gpt.__file__)"
+    worker = write_worker(tmp_path, change)
     environ = {**knobs, "TRAIN_LOG_EVERY": "12"}
     for result in run_ranks(tmp_path, environ, 2, [worker], own={1: own}):
         failed(result, words)
@@ -145,27 +131,27 @@ def test_two_nodes_that_share_no_files_train_like_one_process(tmp_path, dataset,
     has the log and the models; the other one ends well without a file. The logged loss is the mean
     over both."""
     local = {"DATA_PATH": "data", "TOKENIZER_PATH": "data/small.model"}
-    environ = process_environ({**knobs, **local, "GLOO_SOCKET_IFNAME": "lo"}, 1)
+    environ = {**knobs, **local, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
-    command.append(str(write_worker(tmp_path, "")))
-    settings = {"env": environ, "stdout": -1, "stderr": -1, "text": True}
+    command.append(write_worker(tmp_path, ""))
     agents = []
     for node in ("a", "b"):
         shutil.copytree(dataset, tmp_path / node / "data")
-        agents.append(subprocess.Popen(command, cwd=tmp_path / node, **settings))
-    outputs = [agent.communicate(timeout=240) for agent in agents]
+        agents.append(start(tmp_path / node, environ, command))
+    outputs = [without_gloo(agent.communicate(timeout=240)[0]) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     # Which agent becomes the first node is torchrun's choice.
-    (log,) = [output for output, _ in outputs if without_gloo(output)]
+    (log,) = filter(None, outputs)
     other, first = sorted((tmp_path / node for node in "ab"), key=lambda f: len(list(f.iterdir())))
+    given = {"data", "stderr.txt"}
     files = {"logs", "final_model.pt", "final_model.int8.ptz", "final_result.json"}
-    assert {path.name for path in first.iterdir()} == {"data", *files}
-    assert [path.name for path in other.iterdir()] == ["data"]
-    lines = without_gloo(log).splitlines()
+    assert {path.name for path in first.iterdir()} == given | files
+    assert {path.name for path in other.iterdir()} == given
+    lines = log.splitlines()
     assert "world_size:2 grad_accum_steps:4" in lines and "replicas:identical" in lines
-    for two, one in zip(losses(lines), losses(finished(run_here(tmp_path, knobs))), strict=True):
-        assert two == pytest.approx(one, abs=2e-3)
+    (alone,) = run_ranks(tmp_path, knobs, 1)
+    assert losses(lines) == pytest.approx(losses(finished(alone)), abs=2e-3)
 
 
 def test_a_rank_that_raises_takes_all_down_and_tells_torchrun_why(tmp_path, knobs):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALONE
+from conftest import ALONE, finished, make_state, run_here
 
 import train_gpt
 from train_gpt import Hyperparameters, Stopwatch, lr_factor
@@ -41,10 +41,30 @@ def test_a_run_shorter_than_its_warmdown_and_one_without():
 @pytest.mark.baseline
 def test_momentum_rises_in_a_straight_line():
     hp = Hyperparameters(muon_momentum_warmup_steps=10)
-    assert [train_gpt.muon_momentum(hp, s) for s in (0, 5, 10, 99)] == pytest.approx(
-        [0.85, 0.9, 0.95, 0.95]
-    )
+    momenta = [train_gpt.muon_momentum(hp, step) for step in (0, 5, 10, 99)]
+    assert momenta == pytest.approx([0.85, 0.9, 0.95, 0.95])
     assert train_gpt.muon_momentum(Hyperparameters(muon_momentum_warmup_steps=0), 0) == 0.95
+
+
+@pytest.mark.baseline
+def test_the_run_is_the_schedule_and_the_steps_by_hand(tmp_path, knobs):
+    """Learning rate and momentum of each step, counted from 0, are written out here."""
+    finished(run_here(tmp_path, knobs))
+    state = make_state(Hyperparameters.from_env(knobs))
+    adam, muon = state.optimizers
+    for s, factor in enumerate([1, 1, 1, 0.75, 0.5, 0.25]):  # 6 iterations, 4 of warmdown
+        adam.param_groups[0]["lr"], adam.param_groups[1]["lr"] = 0.05 * factor, 0.04 * factor
+        muon.param_groups[0]["lr"] = 0.04 * factor
+        muon.param_groups[0]["momentum"] = 0.85 + 0.10 * s / 500
+        for _ in range(8):
+            x, y = state.loader.next_batch(512, 32, 8)
+            (state.gpt(x, y) / 8).backward()
+        for optimizer in (adam, muon):
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = torch.load(tmp_path / "final_model.pt", weights_only=True)
+    for name, tensor in state.gpt.state_dict().items():
+        torch.testing.assert_close(tensor, trained[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):

@@ -30,8 +30,7 @@ def test_importing_has_no_effects(tmp_path):
         "assert not torch.distributed.is_initialized(); assert torch.initial_seed() != 1337"
     )
     environ = {"PYTHONPATH": str(ROOT), "SEED": "x", "WORLD_SIZE": "3", "PATH": os.environ["PATH"]}
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []

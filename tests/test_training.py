@@ -32,10 +32,8 @@ def hp(knobs) -> Hyperparameters:
 def one_batch(hp: Hyperparameters) -> tuple[dict[str, torch.Tensor], float]:
     """Gradients and loss of the first step's tokens as one batch."""
     loader = DistributedTokenLoader(hp.files("train"), 0, 1, "cpu")
-    slots = [
-        loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, hp.batch_slots)
-        for _ in range(hp.batch_slots)
-    ]
+    A = hp.batch_slots  # micro-steps
+    slots = [loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, A) for _ in range(A)]
     assert loader.stream.position == hp.train_batch_tokens + hp.batch_slots
     gpt = make_state(hp).gpt
     loss = gpt(torch.cat([x for x, _ in slots]), torch.cat([y for _, y in slots]))

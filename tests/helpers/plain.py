@@ -8,7 +8,6 @@ trainer's, so that either model loads the other's state_dict; the tests compare 
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train_gpt import GPT, Hyperparameters
+
+Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, int64 (B, T) each
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -153,10 +154,8 @@ class PlainOptimizers:
             p.sub_(self.hp.matrix_lr * update.float())
 
 
-def batches(
-    paths: list[Path], device: torch.device, num_tokens: int, seq_len: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, int64 (B, T) each, from one shard after the other, forever."""
+def batches(paths: list[str], device: torch.device, num_tokens: int, seq_len: int) -> Batches:
+    """Batches of num_tokens targets from one shard after the other, forever."""
     tokens = np.empty(0, np.uint16)
     for path in itertools.cycle(paths):
         tokens = np.concatenate([tokens, np.fromfile(path, dtype="<u2", offset=1024)])
@@ -166,9 +165,7 @@ def batches(
             yield span[:-1].view(-1, seq_len), span[1:].view(-1, seq_len)
 
 
-def plain_step(
-    model: nn.Module, optimizers: PlainOptimizers, slots: Iterator[tuple[Tensor, Tensor]], A: int
-) -> float:
+def plain_step(model: nn.Module, optimizers: PlainOptimizers, slots: Batches, A: int) -> float:
     """One optimizer step of A micro-steps, at the full rates. Returns the loss, in each step.
     model: a PlainGPT, perhaps wrapped in DistributedDataParallel."""
     total = 0.0

@@ -30,9 +30,7 @@ import train_gpt
 from train_gpt import Hyperparameters
 
 
-def measure(
-    steps: dict[str, Callable[[], object]], rounds: int, device: torch.device
-) -> dict[str, float]:
+def measure(steps: dict[str, Callable], rounds: int, device: torch.device) -> dict[str, float]:
     """Median milliseconds per step of each. They take turns; the first two rounds are a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     synchronize = torch.get_device_module(device).synchronize
@@ -51,14 +49,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder, "data")
-        data.mkdir()
-        knobs = {"DATA_PATH": str(data), "OUTPUT_DIR": folder}
-        hp = Hyperparameters.from_env({**os.environ, **knobs})
+        hp = Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
         rng = np.random.default_rng(0)
         for i in range(4):
             tokens = rng.integers(hp.vocab_size, size=1_000_000)
-            write_shard(data / f"fineweb_train_{i:06d}.bin", tokens)
+            write_shard(Path(folder, f"fineweb_train_{i:06d}.bin"), tokens)
         runtime = train_gpt.open_runtime(hp)
         report = print if runtime.rank == 0 else str
         state = make_state(hp, runtime)
@@ -69,8 +64,7 @@ def main() -> None:
         if dist.is_initialized():
             plain_model = DistributedDataParallel(plain_gpt)
         slot = hp.train_batch_tokens // hp.batch_slots
-        paths = sorted(data.iterdir())
-        slots = batches(paths, runtime.device, slot, hp.train_seq_len)
+        slots = batches(state.loader.stream.paths, runtime.device, slot, hp.train_seq_len)
         A = hp.batch_slots // runtime.world_size
         steps = {
             "trainer": lambda: train_gpt.train_step(state),

@@ -107,8 +107,7 @@ def read_run(path: Path) -> Run:
     run = Run(path)
     for line in lines[starts[-1] if starts else 0 :]:
         for pattern in (*FACT_LINES, STEP_LINE):
-            match = re.match(pattern, line)
-            if match:
+            if match := re.match(pattern, line):
                 run.facts |= match.groupdict()
                 if pattern == STEP_LINE:
                     losses = run.train if match["kind"] == "train" else run.val
@@ -309,11 +308,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     sides = {"runs": args.logs, "baseline": args.baseline, "candidate": args.candidate}
     try:
         # A file that is named twice is one run.
-        groups = [
-            Group(name, [read_run(path) for path in dict.fromkeys(paths)])
-            for name, paths in sides.items()
-            if paths
-        ]
+        given = {name: dict.fromkeys(paths) for name, paths in sides.items() if paths}
+        groups = [Group(name, [*map(read_run, paths)]) for name, paths in given.items()]
         verdict = judge(groups, args.by, args.alpha) if args.candidate else []
         code = 2 if isinstance(verdict, str) else int(not all(test.shown for test in verdict[:1]))
         print(format_report(groups, verdict, args.by), flush=True)
