@@ -3,9 +3,10 @@
     PRESET=demo python tests/tools/bench_step.py [--rounds 15]
     torchrun --standalone --nproc_per_node=2 tests/tools/bench_step.py
 
-Knobs come from the environment, as for a training. Both start with the same weights and read the
-same shards of random tokens. They take turns, so that other load on the machine slows both. Prints
-for each the median time of a step and tokens per second, then the ratio, which is the result.
+Knobs come from the environment, as for a training. Both start with the same weights, read the same
+shards of random tokens and compute in the same dtype. They take turns, so that other load on the
+machine slows both. Prints for each the median time of a step and tokens per second, then the ratio,
+which is the result.
 """
 
 import argparse
@@ -57,10 +58,8 @@ def main() -> None:
         runtime = train_gpt.open_runtime(hp)
         report = print if runtime.rank == 0 else str
         state = make_state(hp, runtime)
-        # Autocast needs the embedding in bf16, whatever the trainer's dtype is.
-        plain_gpt = plain_model = PlainGPT.like(train_gpt.GPT(hp), hp).to(runtime.device)
-        plain_gpt.load_state_dict(state.gpt.state_dict())
-        optimizers = PlainOptimizers(plain_gpt, hp)
+        plain_gpt = plain_model = PlainGPT.like(state.gpt, hp).to(runtime.device)
+        optimizers = PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
         if dist.is_initialized():
             plain_model = DistributedDataParallel(plain_gpt)
         slot = hp.train_batch_tokens // hp.batch_slots
