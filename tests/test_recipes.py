@@ -165,8 +165,9 @@ def test_a_recipe_in_full(tmp_path, quantized_knobs, names, monkeypatch):
     scored = finished(run_here(whole, {**environ, "EVAL_ONLY": artifact}, module))
     assert scores(scored[-1]) == scores(lines[-1])
     first, second = run_ranks(ranks, environ, 2, [script])
-    assert train_losses(finished(first)) == pytest.approx(train_losses(lines), abs=2e-3)
-    assert second.returncode == 0
+    two = finished(first)
+    assert train_losses(two) == pytest.approx(train_losses(lines), abs=2e-3)
+    assert "replicas:identical" in two and second.returncode == 0
 
 
 def test_adam_weight_decay_shrinks_only_its_groups(tmp_path, monkeypatch):
