@@ -121,7 +121,7 @@ def test_the_verdict(tmp_path, capsys):
         (BASELINE, CANDIDATE, "", 0, "better by more than 0.005 nats? shown (p = 0.008)"),
         (BASELINE, CANDIDATE, "--alpha=0.005", 1, "not shown (p = 0.008); at this spread, "),
         (BASELINE, CANDIDATE, "--by=0.0117", 1, "even 1000 runs per side would not show it"),
-        (CANDIDATE, BASELINE, "--by=0", 1, "more runs per side like these would not show it"),
+        (CANDIDATE, BASELINE, "--by=0", 1, "no, it is worse (p = 1); more runs per side like"),
         (BASELINE, [3.4], "", 2, "not tested: candidate: 1 finished"),
         ([3.5, 3.5], [3.4, 3.4], "", 2, "not tested: no score differs"),
     ]:

@@ -238,12 +238,15 @@ def format_test(test: Test, by: float) -> str:
         advice = f"at this spread, {test.runs_needed} {unit} show it with {POWER:.0%} probability"
     elif test.nats["mean"] <= by:
         advice = f"more {unit} like these would not show it"
+    verdict = "shown" if test.shown else "not shown"
+    if test.nats["high"] < 0:
+        verdict = "no, it is worse"
     form = "{mean:.4f} {unit} ({low:.4f} to {high:.4f})"
     nats = form.format(unit="nats", **test.nats)
     bits_per_byte = form.format(unit="bits per byte", **test.bits_per_byte)
     return (
         f"{'pairs of one seed' if test.paired else 'all runs'}: {nats}, {bits_per_byte}\n"
-        f"  better by more than {by:g} nats? {'shown' if test.shown else 'not shown'} "
+        f"  better by more than {by:g} nats? {verdict} "
         f"(p = {test.p:.2g}); {advice}"
     )
 
