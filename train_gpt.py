@@ -25,6 +25,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,9 +35,9 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_type_hints
 
 import numpy as np
 import sentencepiece
@@ -147,8 +148,10 @@ class Hyperparameters:
         if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
             patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
             texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
-        given = [knob for knob in fields(cls) if knob.name.upper() in texts]
-        hp = cls(**{knob.name: parse_knob(knob, texts[knob.name.upper()]) for knob in given})
+        given = {name: kind for name, kind in get_type_hints(cls).items() if name.upper() in texts}
+        hp = cls(
+            **{name: parse_knob(name, kind, texts[name.upper()]) for name, kind in given.items()}
+        )
         hp.check()
         if hp.resume == "auto" and "RUN_ID" not in environ:
             raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
@@ -186,15 +189,15 @@ class Hyperparameters:
         return " ".join(f"{k.name.upper()}={value}" for k, value in values if value != k.default)
 
 
-def parse_knob(knob: Field, text: str) -> Any:
-    """Convert the text of an environment variable to a value."""
-    if knob.type == tuple[str, ...]:
+def parse_knob(name: str, kind: type, text: str) -> Any:
+    """Convert the text of an environment variable to a value of this type."""
+    if kind == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
-        return {"0": False, "1": True}[text] if knob.type is bool else knob.type(text)
+        return {"0": False, "1": True}[text] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[knob.type]
-        raise InputError(f"{knob.name.upper()}={text!r} must be {wanted}") from None
+        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
+        raise InputError(f"{name.upper()}={text!r} must be {wanted}") from None
 
 
 def near_knobs(environ: Mapping[str, str]) -> list[str]:
@@ -853,8 +856,8 @@ def deserialize(data: bytes, name: str) -> dict[str, Any]:
     try:
         if not data.startswith(b"PK"):  # as files of torch.save do
             data = decompress(data)
-    except zlib.error as error:
-        raise InputError(f"{problem}: {error}") from None
+    except Exception as error:  # of any type: a player may have another codec
+        raise InputError(f"{problem}: {type(error).__name__}: {error}") from None
     try:
         if zipfile.ZipFile(io.BytesIO(data)).testzip() is not None:  # torch.load ignores checksums
             raise zipfile.BadZipFile
@@ -903,7 +906,10 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
     temporary = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # a power cut must not leave an empty file under the new name
         os.replace(temporary, path)
         return True
     except OSError as error:
@@ -965,7 +971,7 @@ class Log:
         """Show text on a terminal until the next line, at most once a second."""
         if self.is_terminal and time.monotonic() >= self.next_status:
             self.next_status = time.monotonic() + 1
-            self.show(text[: (os.get_terminal_size().columns or 80) - 1])
+            self.show(text[: shutil.get_terminal_size().columns - 1])
 
     def show(self, text: str) -> None:
         clear_line = "\r\x1b[K" if self.is_terminal else ""
@@ -1120,6 +1126,12 @@ class TrainingState:
             for group, saved_group in groups:
                 saved_group |= {key: group[key] for key in OPTIMIZER_KNOBS if key in group}
             optimizer.load_state_dict(saved_optimizer)
+            # torch casts the state to its parameter's dtype. Restore the one that was saved.
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            for i, values in saved_optimizer["state"].items():
+                own = optimizer.state[params[i]]
+                tensors = {key: x for key, x in values.items() if isinstance(x, Tensor)}
+                own |= {key: x.to(own[key].device) for key, x in tensors.items()}
         self.loader.stream.shard, self.loader.stream.position = saved["stream"]
         self.step = saved["step"]
         self.stopwatch.reset(saved["train_ms"])
@@ -1482,6 +1494,9 @@ def main() -> None:
             print(file=sys.stderr)  # below the status line
         sys.excepthook(type(error), error, error.__traceback__)
     if "RANK" in os.environ:
+        for stream in (sys.stdout, sys.stderr):  # os._exit does not flush what a player printed
+            with contextlib.suppress(AttributeError, OSError):
+                stream.flush()
         os._exit(code)  # the interpreter's own exit may hang or abort in gloo's threads
     sys.exit(code)
 

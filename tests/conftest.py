@@ -4,6 +4,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import pty
 import re
 import runpy
 import signal
@@ -276,13 +277,31 @@ def launch_command(ranks: int = 0, restarts: int = 0) -> list[str]:
     return [sys.executable, *([*launcher, f"--max-restarts={restarts}"] if ranks else [])]
 
 
-def start(
-    folder: Path, environ: dict[str, str], command: list[str | Path], stdout: int = subprocess.PIPE
-) -> subprocess.Popen:
+def start(folder: Path, environ: dict[str, str], command: list[str | Path]) -> subprocess.Popen:
     """Start a command. Its errors go to the file stderr.txt."""
     settings = {"cwd": folder, "env": process_environ(environ), "text": True}
     with open(folder / "stderr.txt", "w") as errors:
-        return subprocess.Popen(command, stdout=stdout, stderr=errors, **settings)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, **settings)
+
+
+# Makes stdin the terminal of this session, as it is in a shell, and executes a command.
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])"""
+
+
+def start_in_terminal(
+    folder: Path, environ: dict[str, str], command: list[str | Path]
+) -> tuple[subprocess.Popen, int]:
+    """Start a command in a new terminal. Returns also the other end of the terminal, which has the
+    output. To close it is to close the terminal."""
+    master, slave = pty.openpty()
+    settings = {"cwd": folder, "env": process_environ(environ), "start_new_session": True}
+    settings |= dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+    process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL, *command], **settings)
+    os.close(slave)
+    return process, master
 
 
 def write_worker(folder: Path, change: str) -> Path:
@@ -292,6 +311,14 @@ def write_worker(folder: Path, change: str) -> Path:
     path = folder / "worker.py"
     path.write_text(f"{head}{change}\ntrain_gpt.main()\n")
     return path
+
+
+# The status line may change at every call, not once a second.
+HURRY = """
+from itertools import count
+from types import SimpleNamespace
+clock = count(step=2)
+train_gpt.time = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)"""
 
 
 def read_until(process: subprocess.Popen, beginning: str) -> None:

@@ -86,12 +86,12 @@ class Factored(torch.optim.Optimizer):
             if p.ndim != 2:
                 p.sub_(0.001 * p.grad.sign())
                 continue
-            squares = p.grad.square() + 1e-12
+            squares = p.grad.float().square() + 1e-12  # fp32 for a bf16 embedding, too
             state = self.state[p]
             rows = state.setdefault("rows", squares.mean(1)).lerp_(squares.mean(1), 0.1)
             columns = state.setdefault("columns", squares.mean(0)).lerp_(squares.mean(0), 0.1)
             state["count"] = state.get("count", 0) + 1
-            p.sub_(0.001 * p.grad * (rows.mean() / torch.outer(rows, columns)).sqrt())
+            p.sub_(0.01 * p.grad * (rows.mean() / torch.outer(rows, columns)).sqrt())
 
 
 def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(hp, monkeypatch):
@@ -101,7 +101,8 @@ def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(hp, monk
 
     monkeypatch.setattr(train_gpt, "CausalSelfAttention", BiasedAttention)
     monkeypatch.setattr(train_gpt, "build_optimizers", build_optimizers)
-    whole, resumed = make_state(hp), make_state(dataclasses.replace(hp, resume="auto"))
+    bf16 = dataclasses.replace(ALONE, dtype=torch.bfloat16)
+    whole, resumed = make_state(hp, bf16), make_state(dataclasses.replace(hp, resume="auto"), bf16)
     train_gpt.warm_up(whole)  # an error if the bias has no effect
     for step in range(4):
         train_step(whole)

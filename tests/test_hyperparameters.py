@@ -1,10 +1,14 @@
 """Hyperparameters: defaults, conversion, presets, errors."""
 
+import __future__
+
 import dataclasses
+import sys
+from types import ModuleType
 from typing import get_type_hints
 
 import pytest
-from conftest import finished, run_here, same_models
+from conftest import SCRIPT, finished, run_here, same_models
 
 from train_gpt import PRESETS, Hyperparameters, InputError, near_knobs
 
@@ -57,6 +61,21 @@ def test_every_type_is_converted():
     assert hp.int8_keep_float_fp32_name_patterns == ("a", "b", "c")  # follows unless set
     both = {**patterns, "INT8_KEEP_FLOAT_FP32_NAME_PATTERNS": "b"}
     assert Hyperparameters.from_env(both).int8_keep_float_fp32_name_patterns == ("b",)
+
+
+def test_from_future_import_annotations_changes_nothing(monkeypatch):
+    """Players paste it. It turns the types of the knobs into strings."""
+    module = ModuleType("edited")
+    monkeypatch.setitem(sys.modules, "edited", module)
+    flags = __future__.annotations.compiler_flag
+    exec(compile(SCRIPT.read_text(), "edited.py", "exec", flags), vars(module))
+    environ = {"NUM_LAYERS": "3", "MATRIX_LR": "2e-2", "TIE_EMBEDDINGS": "0", "RUN_ID": "x"}
+    patterns = {"CONTROL_TENSOR_NAME_PATTERNS": "a"}
+    found, expected = (
+        dataclasses.asdict(knobs.from_env({**environ, **patterns}))
+        for knobs in (module.Hyperparameters, Hyperparameters)
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize(

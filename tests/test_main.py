@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import os
-import pty
 import re
 import sys
 from dataclasses import asdict, fields
@@ -13,7 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SCRIPT, failed, finished, run_here, same_models, scores, start, write_worker
+from conftest import (
+    HURRY,
+    SCRIPT,
+    failed,
+    finished,
+    run_here,
+    run_ranks,
+    same_models,
+    scores,
+    start,
+    start_in_terminal,
+    write_worker,
+)
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters
@@ -103,19 +114,9 @@ def test_another_argument_is_an_error(tmp_path, argument):
     assert list(tmp_path.iterdir()) == []
 
 
-# The status line may change at every call, not once a second.
-HURRY = """
-from itertools import count
-from types import SimpleNamespace
-clock = count(step=2)
-train_gpt.time = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)"""
-
-
 def test_a_terminal_has_a_status_line_and_the_log_file_has_not(tmp_path, knobs):
-    master, slave = pty.openpty()
     command = [sys.executable, write_worker(tmp_path, HURRY)]
-    process = start(tmp_path, {**knobs, "ITERATIONS": "2"}, command, stdout=slave)
-    os.close(slave)
+    process, master = start_in_terminal(tmp_path, {**knobs, "ITERATIONS": "2"}, command)
     shown = b""
     with contextlib.suppress(OSError):  # on Linux at the end of the run
         while wait([master], timeout=240) and (part := os.read(master, 4096)):
@@ -207,6 +208,14 @@ def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
 
 
 # ---- how a run ends ------------------------------------------------------------------------------
+def test_what_any_rank_prints_is_not_lost(tmp_path, knobs):
+    """In a pipe Python keeps it until it exits."""
+    change = "sys.stdout.reconfigure(line_buffering=False, write_through=False)\n"
+    change += "print('from rank', os.environ['RANK'])"
+    results = run_ranks(tmp_path, {**knobs, "ITERATIONS": "0"}, 2, [write_worker(tmp_path, change)])
+    assert [f"from rank {rank}\n" in results[rank].stdout for rank in (0, 1)] == [True, True]
+
+
 @pytest.mark.parametrize("broken", ["validate", "export", "load_weights"])
 def test_the_weights_are_on_the_disk_before_anything_can_fail(tmp_path, knobs, monkeypatch, broken):
     def fail(*arguments):

@@ -44,7 +44,7 @@ def test_a_traceback_shows_the_lines_of_the_packed_text(tmp_path):
     (tmp_path / "script.py").write_text("def divide():\n    return 1 / 0  # fails\n\ndivide()\n")
     run(tmp_path, PACK, "script.py", "packed.py")
     lines = [line.strip() for line in run(tmp_path, "packed.py").stderr.splitlines()]
-    assert [lines[i] for i in (3, 5)] == ["divide()", "return 1 / 0  # fails"]
+    assert {"divide()", "return 1 / 0  # fails"} <= set(lines)
 
 
 def test_a_script_is_not_packed_over_itself(tmp_path):

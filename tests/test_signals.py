@@ -3,10 +3,20 @@ and after it, at once. (Signals to one of several ranks, and to torchrun: test_c
 
 import os
 import signal
+import time
 
 import pytest
 import torch
-from conftest import finished, run_here, run_ranks, send_signals, write_worker
+from conftest import (
+    HURRY,
+    finished,
+    launch_command,
+    run_here,
+    run_ranks,
+    send_signals,
+    start_in_terminal,
+    write_worker,
+)
 
 import train_gpt
 
@@ -75,3 +85,48 @@ train_gpt.write_file = write_file"""
     assert result.returncode == -signal.SIGTERM
     assert {path.name for path in tmp_path.iterdir()} == {"worker.py", "logs", "final_model.pt"}
     assert torch.load(tmp_path / "final_model.pt", weights_only=True)
+
+
+# The second call of a function waits until the terminal is closed. (Ranks have one in the warm-up.)
+CLOSE = """
+calls = count()
+
+def close(function):
+    def wrapped(*arguments):
+        if next(calls) == 1:
+            open("ready", "w").close()
+            while os.isatty(1):
+                time.sleep(0.01)
+        return function(*arguments)
+    return wrapped
+
+train_gpt.{0} = close(train_gpt.{0})"""
+NOHUP = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
+
+
+@pytest.mark.parametrize(
+    "inside, ranks, before, codes",
+    [
+        ("train_step", 0, "", [129]),
+        ("evaluate", 0, "", [129]),
+        ("train_step", 0, NOHUP, [0]),
+        ("train_step", 2, "", [1, 120]),  # torchrun's own: Python gives 120 without a stderr
+    ],
+    ids=["step", "validation", "nohup", "torchrun"],
+)
+def test_a_closed_terminal_loses_nothing(tmp_path, knobs, inside, ranks, before, codes):
+    """A checkpoint is saved. If SIGHUP is ignored, the run goes on."""
+    worker = write_worker(tmp_path, before + HURRY + CLOSE.format(inside))
+    environ = {**knobs, "WARMUP_STEPS": "0"}
+    process, master = start_in_terminal(tmp_path, environ, [*launch_command(ranks), worker])
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None, os.read(master, 9999).decode()
+        time.sleep(0.05)
+    os.close(master)
+    assert process.wait(timeout=240) in codes
+    lines = (tmp_path / "logs" / "test.txt").read_text().splitlines()
+    if codes == [0]:
+        assert lines[-1].startswith("final_int8_zlib_roundtrip_exact ")
+    else:
+        assert lines[-1].startswith("stopped: signal:") and lines[-1].endswith(ADVICE)
+        assert (tmp_path / "checkpoints" / "test.pt").is_file()
