@@ -9,14 +9,13 @@ Every knob is an environment variable: a field of Hyperparameters, in capitals. 
 log is the score of the compressed model.
 
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data, Evaluation, Export.
-Machinery: Runtime, Checkpoints, Training (gradient accumulation, the loop), main.
+Machinery: Runtime (ranks, log, clock), State, Training (accumulation, the loop), main.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
 import contextlib
-import difflib
 import glob
 import hashlib
 import inspect
@@ -24,7 +23,9 @@ import io
 import json
 import math
 import os
+import pickle
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -35,15 +36,15 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, get_type_hints
 
 import numpy as np
-import sentencepiece
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -54,10 +55,10 @@ class InputError(ValueError):
 
 
 # ---- Hyperparameters -------------
-CONTROL_TENSOR_NAME_PATTERNS = tuple(
-    "attn_scale attn_scales mlp_scale mlp_scales resid_mix resid_mixes q_gain skip_weight "
-    "skip_weights".split()
-)
+CONTROL_TENSOR_NAME_PATTERNS = (
+    "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
+    "skip_weight", "skip_weights",
+)  # fmt: skip
 DEMO = (
     "DATA_PATH=./data/datasets/demo_sp1024 TOKENIZER_PATH=./data/tokenizers/demo_1024_bpe.model "
     "MAX_WALLCLOCK_SECONDS=100 TRAIN_BATCH_TOKENS=6144 TRAIN_SEQ_LEN=128 WARMUP_STEPS=3 "
@@ -65,16 +66,17 @@ DEMO = (
     "TRAIN_LOG_EVERY=20 NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=2 NUM_KV_HEADS=1"
 )
 PRESETS = {"": {}, "demo": dict(knob.split("=") for knob in DEMO.split())}
-ABOVE_0 = tuple(
-    "val_batch_size train_batch_tokens batch_slots train_seq_len vocab_size num_layers model_dim "
-    "num_heads num_kv_heads mlp_mult rope_base logit_softcap adam_eps".split()
-)
+ABOVE_0 = (
+    "val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
+    "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
+    "logit_softcap", "adam_eps",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on. Where 0 disables
-    something, so does a negative value."""
+    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on. A knob that 0
+    disables is also disabled by a negative value."""
 
     # run
     preset: str = ""  # "" or "demo": other defaults
@@ -99,7 +101,7 @@ class Hyperparameters:
     iterations: int = 20_000  # optimizer steps at most
     warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
     warmdown_frac: float = 0.0  # of the run; replaces WARMDOWN_ITERS
-    warmup_steps: int = 20  # to compile, then undone
+    warmup_steps: int = 20  # compile with these steps, then restore the initial state
     train_batch_tokens: int = 524_288  # tokens per optimizer step
     batch_slots: int = 8  # micro-batches per step: 1, 2, 4 or 8 ranks take the same step
     train_seq_len: int = 1024  # T
@@ -148,10 +150,9 @@ class Hyperparameters:
         if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
             patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
             texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
-        given = {name: kind for name, kind in get_type_hints(cls).items() if name.upper() in texts}
-        hp = cls(
-            **{name: parse_knob(name, kind, texts[name.upper()]) for name, kind in given.items()}
-        )
+        types = get_type_hints(cls)
+        given = [name for name in types if name.upper() in texts]
+        hp = cls(**{name: parse_knob(name, types[name], texts[name.upper()]) for name in given})
         hp.check()
         if hp.resume == "auto" and "RUN_ID" not in environ:
             raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
@@ -181,13 +182,6 @@ class Hyperparameters:
             if not is_valid:
                 raise InputError(f"{name.upper()}={values[name]!r} must be {rule}")
 
-    def changed(self) -> str:
-        """NAME=value for each knob that differs from its default. (RUN_ID has none.)"""
-        values = [
-            (knob, getattr(self, knob.name)) for knob in fields(self) if knob.name != "run_id"
-        ]
-        return " ".join(f"{k.name.upper()}={value}" for k, value in values if value != k.default)
-
 
 def parse_knob(name: str, kind: type, text: str) -> Any:
     """Convert the text of an environment variable to a value of this type."""
@@ -198,26 +192,6 @@ def parse_knob(name: str, kind: type, text: str) -> Any:
     except (KeyError, ValueError):
         wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
         raise InputError(f"{name.upper()}={text!r} must be {wanted}") from None
-
-
-def near_knobs(environ: Mapping[str, str]) -> list[str]:
-    """A line for each variable that looks like a knob but is not one."""
-    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
-    return [
-        f"unknown_knob:{name!r} is ignored: did you mean {knob}?"
-        for name in sorted(environ.keys() - knobs)
-        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85)
-    ]
-
-
-def prepare_demo(hp: Hyperparameters) -> str:
-    """Build the demo's data, unless it exists. Returns the builder's output."""
-    script = Path(__file__).with_name("data") / "demo_corpus.py"
-    command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if result.returncode != 0:
-        raise InputError(f"PRESET=demo: {script} failed")
-    return result.stdout.rstrip()
 
 
 def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
@@ -408,7 +382,8 @@ class GPT(nn.Module):
 # ---- Optimizers ------------------
 # Optimizer group of each parameter outside the blocks, by name prefix.
 OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not resumed: the knobs apply
+# A resumed run takes these from its knobs, not from the checkpoint.
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")
 
 
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
@@ -529,6 +504,18 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     return optimizers
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Restore a saved state_dict, except OPTIMIZER_KNOBS."""
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        saved_group |= {key: group[key] for key in OPTIMIZER_KNOBS if key in group}
+    optimizer.load_state_dict(saved)
+    # torch casts the state to its parameter's dtype. Restore the one that was saved.
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, values in saved["state"].items():
+        own = optimizer.state[params[i]]
+        own |= {k: x.to(own[k].device) for k, x in values.items() if isinstance(x, Tensor)}
+
+
 # ---- Schedules -------------------
 def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
     """Fraction of the run that is done, in steps or in training time, whichever is larger."""
@@ -626,7 +613,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class DistributedTokenLoader:
-    """Shards one token stream into disjoint spans: BATCH_SLOTS a step, the same for all W."""
+    """Gives each rank its own part of one token stream. Any number of ranks reads the same step."""
 
     def __init__(
         self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
@@ -646,12 +633,172 @@ class DistributedTokenLoader:
         return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
 
 
+# ---- Runtime ---------------------
+class Log:
+    """Writes lines to the console and a file. Lines wait for open(), which only rank 0 calls."""
+
+    file: TextIO | None = None
+    is_terminal = False
+    next_status = 0.0
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+
+    def open(self, path: Path, source: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
+        head = [source.decode(), "=" * 100, versions, subprocess.getoutput("nvidia-smi"), "=" * 100]
+        print(*head, sep="\n", file=self.file)
+        for line in (str(path), *self.waiting):
+            self(line)
+
+    def __call__(self, line: str) -> None:
+        if self.file is None:
+            self.waiting.append(line)
+            return
+        with contextlib.suppress(OSError):  # a full disk
+            print(line, file=self.file)
+        self.show(f"{line}\n")
+
+    def status(self, text: str) -> None:
+        """Show text on a terminal until the next line, at most once a second."""
+        if self.is_terminal and time.monotonic() >= self.next_status:
+            self.next_status = time.monotonic() + 1
+            self.show(text[: shutil.get_terminal_size().columns - 1])
+
+    def show(self, text: str) -> None:
+        clear_line = "\r\x1b[K" if self.is_terminal else ""
+        try:
+            print(clear_line + text, end="", flush=True)
+        except OSError:  # the terminal or pipe is gone
+            sys.stdout = None  # else Python would fail at its exit
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process's rank, device and log."""
+
+    rank: int
+    world_size: int  # W
+    device: torch.device
+    dtype: torch.dtype  # of activations and of Muon's updates
+    compiled: bool
+    source: bytes = b""  # this file, as the run began
+    log: Log = field(default_factory=Log)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        values = [value] * self.world_size
+        if dist.is_initialized():
+            dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if dist.is_initialized():
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU."""
+    num_gpus = torch.cuda.device_count()
+    if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        raise InputError(f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs: set DEVICE=cpu")
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return torch.device("cuda", local_rank)
+
+
+def open_runtime(hp: Hyperparameters) -> Runtime:
+    """Open the device and, under torchrun, the process group."""
+    distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank = int(os.environ["RANK"]) if distributed else 0
+    world_size = int(os.environ["WORLD_SIZE"]) if distributed else 1
+    if world_size <= 0 or hp.batch_slots % world_size != 0:
+        raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
+    device = open_device(hp, int(os.environ.get("LOCAL_RANK", "0")))
+    on_gpu = device.type == "cuda"
+    if distributed:
+        # torchrun's store survives a restart, with the old ranks' entries.
+        store, _, _ = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        # gloo syncs the clock on the CPU, so that the GPU queue never drains.
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.barrier()
+    has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    bf16 = hp.dtype == "bf16" or (hp.dtype == "auto" and has_bf16)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
+    return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
+
+
+def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Raise InputError if ranks differ in script, knobs, dtype, torch or sizes of data files."""
+    may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
+    own = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
+    own |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
+    paths = filter(os.path.isfile, [*glob.glob(hp.files("*")), hp.tokenizer_path])
+    own["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
+    first, *others = runtime.gather(own)
+    for rank, other in enumerate(others, start=1):
+        differ = [name for name in first if first[name] != other[name]]
+        if differ:
+            raise InputError(f"ranks 0 and {rank} differ in {', '.join(differ)}: make these equal")
+
+
+class Stopwatch:
+    """Wall-clock training time, without pauses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.get_device_module(device)
+        self.reset(0.0)
+
+    def reset(self, elapsed_ms: float) -> None:
+        self.before_ms = elapsed_ms
+        self.started: float | None = None  # in seconds; None while it is paused
+        self.last_step: Any = None  # event at its end
+
+    def start(self) -> None:
+        """If paused, wait for the device and start."""
+        if self.started is None:
+            self.device.synchronize()
+            self.started = time.perf_counter()
+
+    def pause(self) -> None:
+        self.device.synchronize()
+        self.reset(self.elapsed_ms())
+
+    def lap(self) -> None:
+        """Call after each step. Waits for the previous step, so that one step is always queued."""
+        previous = self.last_step
+        self.last_step = self.device.Event()
+        self.last_step.record()
+        if previous is not None:
+            previous.synchronize()
+
+    def elapsed_ms(self) -> float:
+        if self.started is None:
+            return self.before_ms
+        return self.before_ms + 1000 * (time.perf_counter() - self.started)
+
+    def report(self, step: int) -> str:
+        elapsed_ms = self.elapsed_ms()
+        return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
+
+
 # ---- Evaluation ------------------
 # The score is in bits per byte (BPB): the cross-entropy of the validation text in bits, over its
 # length in bytes, so that tokenizers can be compared. In windows of T tokens side by side, the
 # first targets have almost no context. Sliding windows begin EVAL_STRIDE tokens apart, overlap, and
 # score only targets that no earlier window scores: nearly all see at least T - EVAL_STRIDE tokens.
-def count_bytes(tokenizer: sentencepiece.SentencePieceProcessor, tokens: np.ndarray) -> int:
+def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
     size = tokenizer.vocab_size()
     num_bytes = np.zeros(size, dtype=np.int64)  # of each piece, without a leading space
@@ -668,15 +815,25 @@ def count_bytes(tokenizer: sentencepiece.SentencePieceProcessor, tokens: np.ndar
     return int(num_bytes[tokens[1:]].sum() + spaces.sum())
 
 
+def is_their_tokenizer(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
+    """Whether the tokenizer made these tokens: it decodes and encodes most documents unchanged."""
+    starts = np.flatnonzero(tokens == tokenizer.bos_id())
+    documents = [document.tolist() for document in np.split(tokens, starts)[1:-1]]
+    documents = [[i for i in ids if not tokenizer.IsControl(i)] for ids in documents]
+    same = [ids for ids in documents if tokenizer.encode(tokenizer.decode(ids)) == ids]
+    return 2 * len(same) >= len(documents)
+
+
 class Validation:
     """The validation split, cut to whole sequences plus one target."""
 
     def __init__(self, hp: Hyperparameters) -> None:
+        self.hp = hp
         T = hp.train_seq_len
         knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
         if not os.path.isfile(hp.tokenizer_path):
             raise InputError(f"{knob} is not a file\n{WAYS_TO_DATA}")
-        tokenizer = sentencepiece.SentencePieceProcessor(model_file=hp.tokenizer_path)
+        tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
         size = tokenizer.vocab_size()
         if size != hp.vocab_size:
             advice = f"set TOKENIZER_PATH to the shards' tokenizer, or VOCAB_SIZE={size}"
@@ -687,37 +844,39 @@ class Validation:
         if whole == 0:
             raise InputError(f"{len(tokens)} validation tokens are too few for TRAIN_SEQ_LEN={T}")
         kept = min(max(hp.max_val_tokens // T, 1), whole) if hp.max_val_tokens > 0 else whole
-        self.partial = f" partial:{kept}/{whole}" if kept < whole else ""  # ends each line
+        self.partial = f"partial:{kept}/{whole}" if kept < whole else ""
         self.tokens = tokens[: kept * T + 1]  # uint16
         self.num_bytes = count_bytes(tokenizer, self.tokens.numpy())
-        # The wrong tokenizer changes documents when it decodes and encodes them.
-        starts = np.flatnonzero(tokens[:100_000].numpy() == tokenizer.bos_id())
-        texts = [text.tolist() for text in np.split(tokens[:100_000].numpy(), starts)[1:-1]]
-        texts = [[i for i in text if not tokenizer.IsControl(i)] for text in texts]
-        same = [ids for ids in texts if tokenizer.encode(tokenizer.decode(ids)) == ids]
-        self.is_tokenizer_right = 2 * len(same) >= len(texts)
+        self.is_tokenizer_right = is_their_tokenizer(tokenizer, tokens[:100_000].numpy())
 
     def bits_per_byte(self, loss: float) -> float:
         """loss: mean nats per target token."""
         return loss / math.log(2) * (len(self.tokens) - 1) / self.num_bytes
 
-    def scores(self, loss: float, digits: int = 4) -> str:
-        return f"val_loss:{loss:.{digits}f} val_bpb:{self.bits_per_byte(loss):.{digits}f}"
+    def format(self, loss: float, *, digits: int = 4, times: str = "", stride: int = 0) -> str:
+        """A score as the log shows it. stride: of sliding windows; 0: windows side by side."""
+        bpb = self.bits_per_byte(loss)
+        parts = [f"val_loss:{loss:.{digits}f} val_bpb:{bpb:.{digits}f}", times, self.partial]
+        if stride > 0:
+            parts.append(f"stride:{stride}")
+        return " ".join(part for part in parts if part)
 
 
 @torch.no_grad()
-def evaluate(state: "TrainingState", tokens: Tensor, stride: int) -> float:
+def evaluate(
+    model: nn.Module, tokens: Tensor, stride: int, hp: Hyperparameters, runtime: Runtime
+) -> float:
     """Mean loss in nats of tokens[1:], on every rank, in windows that begin `stride` apart."""
-    hp, runtime = state.hp, state.runtime
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
     starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
-    num_new = starts.diff(prepend=torch.tensor([-T]))  # targets that no earlier window scores
+    # Window i scores only targets at or after starts[i-1] + T, which are its last num_new[i].
+    num_new = starts.diff(prepend=torch.tensor([-T]))
     first = len(starts) * runtime.rank // runtime.world_size  # of this rank's windows
     end = len(starts) * (runtime.rank + 1) // runtime.world_size
     batch_size = max(min(hp.val_batch_size // hp.batch_slots // T, end - first), 1)
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    state.model.eval()
+    model.eval()
     for i in range(first, end, batch_size):
         runtime.log.status(f"validation: window {i - first} of {end - first}")
         # The last batch is padded with its last window: a new shape would recompile the model.
@@ -725,31 +884,31 @@ def evaluate(state: "TrainingState", tokens: Tensor, stride: int) -> float:
         batch = indices.clamp(max=end - 1)
         windows = torch.stack([tokens[start : start + T + 1] for start in starts[batch]])
         windows = upload(windows, runtime.device).to(torch.int64)
-        losses = state.model(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), "none")
+        losses = model(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), "none")
         is_scored = (torch.arange(T) >= T - num_new[batch, None]) & (indices < end)[:, None]
         total += (losses * upload(is_scored, runtime.device)).sum(dtype=torch.float64)
-    state.model.train()
+    model.train()
     return sum(runtime.gather(total.item())) / num_targets
 
 
-def score(state: "TrainingState", validation: Validation, is_artifact: bool) -> tuple[dict, str]:
-    """Score the current weights. Returns values for final_result.json and the last log lines."""
+def score(model: nn.Module, validation: Validation, runtime: Runtime) -> dict[str, Any]:
+    """The final score, as final_result.json has it."""
+    hp = validation.hp
     started = time.perf_counter()
-    hp = state.hp
     stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
-    suffix = f" stride:{stride}" if hp.eval_stride > 0 else ""
-    loss = evaluate(state, validation.tokens, stride)
-    if not math.isfinite(loss):
-        state.runtime.log(f"WARNING: the score is {loss}: train with lower learning rates")
-    result = {"val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "stride": stride}
-    result["partial"] = validation.partial
-    exact = validation.scores(loss, 8) + validation.partial
-    if not is_artifact:
-        return result, f"eval_only {exact}{suffix}"
-    eval_time = f"eval_time:{1000 * (time.perf_counter() - started):.0f}ms"
-    rounded = f"{validation.scores(loss)} {eval_time}{validation.partial}{suffix}"
-    name = "final_int8_zlib_roundtrip"
-    return result, f"{name} {rounded}\n{name}_exact {exact}"
+    loss = evaluate(model, validation.tokens, stride, hp, runtime)
+    eval_ms = 1000 * (time.perf_counter() - started)
+    result = {"val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "eval_ms": eval_ms}
+    return {**result, "stride": stride, "partial": validation.partial}
+
+
+def log_artifact_score(result: dict[str, Any], validation: Validation, runtime: Runtime) -> None:
+    """Log the last two lines of a run."""
+    loss = result["val_loss"]
+    eval_time = f"eval_time:{result['eval_ms']:.0f}ms"
+    rounded = validation.format(loss, times=eval_time, stride=validation.hp.eval_stride)
+    runtime.log(f"final_int8_zlib_roundtrip {rounded}")
+    runtime.log(f"final_int8_zlib_roundtrip_exact {validation.format(loss, digits=8)}")
 
 
 # ---- Export ----------------------
@@ -766,8 +925,6 @@ def quantization_levels(name: str, weight: Tensor) -> int:
 
 def clip_rows(rows: Tensor) -> Tensor:
     """Clamp each row to a high quantile of its absolute values."""
-    if rows.size(1) > 2**24:  # the longest row that torch.quantile accepts
-        return rows
     clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
     return rows.clamp(-clip, clip)
 
@@ -844,6 +1001,17 @@ def decompress(data: bytes) -> bytes:
     return zlib.decompress(data)
 
 
+def copy_tensors(value: Any, device: torch.device | str) -> Any:
+    """Copy value, with all its tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: copy_tensors(part, device) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copy_tensors(part, device) for part in value)
+    return value
+
+
 def serialize(obj: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(obj, buffer)
@@ -851,41 +1019,28 @@ def serialize(obj: Any) -> bytes:
 
 
 def deserialize(data: bytes, name: str) -> dict[str, Any]:
-    """Undo serialize, and compress. Runs no code from the file. Damage is an InputError."""
-    problem = f"{name} is damaged or not a model file"
+    """Decompress if needed, then load. Runs no code from the file. Damage is an InputError."""
     try:
         if not data.startswith(b"PK"):  # as files of torch.save do
             data = decompress(data)
-    except Exception as error:  # of any type: a player may have another codec
-        raise InputError(f"{problem}: {type(error).__name__}: {error}") from None
-    try:
         if zipfile.ZipFile(io.BytesIO(data)).testzip() is not None:  # torch.load ignores checksums
             raise zipfile.BadZipFile
         return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except Exception as error:  # torch's own text would advise to run the file's code
-        raise InputError(f"{problem}: {type(error).__name__}") from None
+    except Exception as error:  # of any type: a player may have another codec
+        # torch's own text would advise to run the file's code.
+        text = "" if isinstance(error, pickle.UnpicklingError) else f": {error}"
+        problem = f"{name} is damaged or not a model file"
+        raise InputError(f"{problem}: {type(error).__name__}{text}") from None
 
 
-def check_shapes(gpt: nn.Module, weights: Mapping[str, Tensor], name: str) -> None:
-    """Raise InputError, with the knobs to set, if the weights have other shapes than gpt."""
-    found = {key: tuple(getattr(weight, "shape", ())) for key, weight in weights.items()}
-    wanted = {key: tuple(weight.shape) for key, weight in gpt.state_dict().items()}
-    differ = [key for key in wanted | found if wanted.get(key) != found.get(key)]
-    if not differ:
-        return
-    knobs = {}
-    with contextlib.suppress(KeyError, ValueError, IndexError):  # in another kind of model
-        V, D = found["tok_emb.weight"]
-        (H,) = found["blocks.0.attn.q_gain"]
-        L = len({key.split(".")[1] for key in found if key.startswith("blocks.")})
-        knobs = {"NUM_LAYERS": L, "MODEL_DIM": D, "NUM_HEADS": H, "VOCAB_SIZE": V}
-        knobs["NUM_KV_HEADS"] = found["blocks.0.attn.c_k.weight"][0] * H // D
-        knobs["MLP_MULT"] = found["blocks.0.mlp.fc.weight"][0] // D
-        knobs["TIE_EMBEDDINGS"] = int("lm_head.weight" not in found)
-    new = " ".join(f"{k}={v}" for k, v in knobs.items() if v != getattr(gpt.hp, k.lower()))
-    first = f"{differ[0]} is {found.get(differ[0])}, not {wanted.get(differ[0])}"
-    advice = f"set {new}" if new else "use the script of its training"
-    raise InputError(f"{name}: {len(differ)} tensors do not fit the model ({first}): {advice}")
+def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
+    """Load a state_dict. name: of its file, for the error if the model is another one."""
+    try:
+        gpt.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:300]
+        advice = "use the script, recipes and knobs of its training (see final_result.json)"
+        raise InputError(f"{name} does not fit: {advice}: {problem}") from None
 
 
 def load_weights(gpt: nn.Module, data: bytes, name: str) -> bool:
@@ -896,8 +1051,7 @@ def load_weights(gpt: nn.Module, data: bytes, name: str) -> bool:
         weights = dequantize_state_dict_int8(weights)
     elif "optimizers" in weights:
         weights = weights["model"]
-    check_shapes(gpt, weights, name)
-    gpt.load_state_dict(weights)
+    load_model(gpt, weights, name)
     return is_artifact
 
 
@@ -919,18 +1073,17 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
         return False
 
 
-def export(state: "TrainingState") -> tuple[bytes, dict[str, int]]:
-    """Quantize and compress the weights. Returns the artifact, and sizes for final_result.json."""
-    state_dict = copy_tensors(state.gpt.state_dict(), "cpu")
-    patterns = state.hp.int8_keep_float_fp32_name_patterns
-    obj, stats = quantize_state_dict_int8(state_dict, patterns)
+def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> bytes:
+    """Quantize and compress the weights. Returns the artifact."""
+    state_dict = copy_tensors(gpt.state_dict(), "cpu")
+    obj, stats = quantize_state_dict_int8(state_dict, hp.int8_keep_float_fp32_name_patterns)
     raw = serialize(obj)
     artifact = compress(raw)
     plain = len(serialize(state_dict))
-    code = len(state.runtime.source)
+    code = len(runtime.source)
     payload = stats["int8_payload_bytes"]
     total = len(artifact) + code
-    state.runtime.log(
+    runtime.log(
         f"Serialized model: {plain} bytes\n"
         f"Code size: {code} bytes\n"
         f"Total submission size: {plain + code} bytes\n"
@@ -940,134 +1093,10 @@ def export(state: "TrainingState") -> tuple[bytes, dict[str, int]]:
         f"size_check:{'fits' if total <= SIZE_LIMIT else 'too_large'} limit:{SIZE_LIMIT} "
         f"bytes_left:{SIZE_LIMIT - total}"
     )
-    return artifact, {"bytes_total": total, "bytes_code": code}
+    return artifact
 
 
-# ==== Machinery: rarely edited ====
-# ---- Runtime ---------------------
-class Log:
-    """Writes lines to the console and a file, after open(): on rank 0 only."""
-
-    file: TextIO | None = None
-    is_terminal = False
-    next_status = 0.0
-
-    def open(self, path: Path, source: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
-        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        head = [source.decode(), "=" * 100, versions, subprocess.getoutput("nvidia-smi"), "=" * 100]
-        print(*head, sep="\n", file=self.file)
-        self(str(path))
-
-    def __call__(self, line: str) -> None:
-        if self.file is not None:
-            with contextlib.suppress(OSError):  # a full disk
-                print(line, file=self.file)
-            self.show(f"{line}\n")
-
-    def status(self, text: str) -> None:
-        """Show text on a terminal until the next line, at most once a second."""
-        if self.is_terminal and time.monotonic() >= self.next_status:
-            self.next_status = time.monotonic() + 1
-            self.show(text[: shutil.get_terminal_size().columns - 1])
-
-    def show(self, text: str) -> None:
-        clear_line = "\r\x1b[K" if self.is_terminal else ""
-        try:
-            print(clear_line + text, end="", flush=True)
-        except OSError:  # the terminal or pipe is gone
-            sys.stdout = None  # else Python would fail at its exit
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """This process's rank, device and log."""
-
-    rank: int
-    world_size: int  # W
-    device: torch.device
-    dtype: torch.dtype  # of activations and of Muon's updates
-    compiled: bool
-    source: bytes = b""  # this file, as the run began
-    log: Log = field(default_factory=Log)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
-        values = [value] * self.world_size
-        if dist.is_initialized():
-            dist.all_gather_object(values, value)
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        box = [value]
-        if dist.is_initialized():
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-
-def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU."""
-    num_gpus = torch.cuda.device_count()
-    if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
-        return torch.device("cpu")
-    if local_rank >= num_gpus:
-        raise InputError(f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs: set DEVICE=cpu")
-    torch.cuda.set_device(local_rank)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    return torch.device("cuda", local_rank)
-
-
-def open_runtime(hp: Hyperparameters) -> Runtime:
-    """Open device and process group."""
-    distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    rank = int(os.environ["RANK"]) if distributed else 0
-    world_size = int(os.environ["WORLD_SIZE"]) if distributed else 1
-    if world_size <= 0 or hp.batch_slots % world_size != 0:
-        raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
-    device = open_device(hp, int(os.environ.get("LOCAL_RANK", "0")))
-    on_gpu = device.type == "cuda"
-    if distributed:
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # One node: gloo need not resolve the host name.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        # torchrun's store survives a restart, with the old ranks' entries.
-        store, _, _ = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        # gloo syncs the clock on the CPU, so that the GPU queue never drains.
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        dist.barrier()
-    has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    bf16 = hp.dtype == "bf16" or (hp.dtype == "auto" and has_bf16)
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
-    return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
-
-
-def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Raise InputError if ranks differ in script, knobs, machine or data."""
-    may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
-    own = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
-    own |= {"device": runtime.device.type, "dtype": str(runtime.dtype)}
-    own |= {"compilation": runtime.compiled, "torch": torch.__version__}
-    own["train_gpt.py"] = hashlib.sha256(runtime.source).hexdigest()[:16]
-    for path in glob.glob(hp.files("train")) + glob.glob(hp.files("val")):
-        with open(path, "rb") as file:
-            digest = hashlib.sha256(file.read(2**16)).hexdigest()
-        own[os.path.basename(path)] = f"{os.path.getsize(path)} bytes, sha256 {digest[:16]}"
-    if os.path.isfile(hp.tokenizer_path):
-        own["tokenizer"] = hashlib.sha256(Path(hp.tokenizer_path).read_bytes()).hexdigest()[:16]
-    first, *others = runtime.gather(own)
-    for rank, other in enumerate(others, start=1):
-        for name in sorted(first.keys() | other.keys()):
-            if first.get(name) != other.get(name):
-                values = f"{first.get(name)} on rank 0, but {other.get(name)} on rank {rank}"
-                raise InputError(f"{name} is {values}: make them equal")
-
-
+# ---- State -----------------------
 def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
     """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
     model: nn.Module = gpt
@@ -1081,18 +1110,6 @@ def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
     return model
 
 
-# ---- Checkpoints -----------------
-def copy_tensors(value: Any, device: torch.device | str) -> Any:
-    """Copy value, with all its tensors on the device."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: copy_tensors(part, device) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copy_tensors(part, device) for part in value)
-    return value
-
-
 @dataclass
 class TrainingState:
     """All that a step reads or changes. An average of the weights, for example, belongs here."""
@@ -1101,12 +1118,16 @@ class TrainingState:
     runtime: Runtime
     gpt: GPT
     model: nn.Module  # gpt, compiled and wrapped
-    optimizers: list[torch.optim.Optimizer]  # none under EVAL_ONLY
-    loader: DistributedTokenLoader | None
-    stopwatch: "Stopwatch"
+    optimizers: list[torch.optim.Optimizer]
+    loader: DistributedTokenLoader
+    stopwatch: Stopwatch
     step: int = 0
-    signum: int = 0  # of the signal that asked to stop; 0: none
-    status: str = ""  # what a terminal shows
+    signum: int = 0  # of the first signal that this rank got; 0: none
+
+    def sync(self) -> tuple[float, int]:
+        """Rank 0's training time in ms and the largest signum, on all ranks."""
+        values = self.runtime.gather((self.stopwatch.elapsed_ms(), self.signum))
+        return values[0][0], max(signum for _, signum in values)
 
     def state_dict(self) -> dict[str, Any]:
         """Copy to the CPU everything a resumed run needs."""
@@ -1122,26 +1143,27 @@ class TrainingState:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.gpt.load_state_dict(saved["model"])
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
-            groups = zip(optimizer.param_groups, saved_optimizer["param_groups"], strict=True)
-            for group, saved_group in groups:
-                saved_group |= {key: group[key] for key in OPTIMIZER_KNOBS if key in group}
-            optimizer.load_state_dict(saved_optimizer)
-            # torch casts the state to its parameter's dtype. Restore the one that was saved.
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            for i, values in saved_optimizer["state"].items():
-                own = optimizer.state[params[i]]
-                tensors = {key: x for key, x in values.items() if isinstance(x, Tensor)}
-                own |= {key: x.to(own[key].device) for key, x in tensors.items()}
+            load_optimizer(optimizer, saved_optimizer)
         self.loader.stream.shard, self.loader.stream.position = saved["stream"]
         self.step = saved["step"]
         self.stopwatch.reset(saved["train_ms"])
 
     def request_stop(self, signum: int, frame: Any) -> None:
         """Signal handler: stop after the current step. Further signals change nothing."""
-        if not self.signum and self.runtime.rank == 0:
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nstopping as soon as the weights are saved\n")
         self.signum = self.signum or signum
+
+
+def new_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
+    """The state before the first step, for a given seed always the same."""
+    random.seed(hp.seed)
+    np.random.seed(hp.seed)
+    torch.manual_seed(hp.seed)  # CPU and CUDA
+    place = (runtime.rank, runtime.world_size, runtime.device)
+    loader = DistributedTokenLoader(hp.files("train"), *place, hp.vocab_size)
+    gpt = GPT(hp, runtime.dtype).to(runtime.device)
+    optimizers = build_optimizers(gpt, runtime.compiled)
+    model = wrap(gpt, runtime)
+    return TrainingState(hp, runtime, gpt, model, optimizers, loader, Stopwatch(runtime.device))
 
 
 def save_checkpoint(state: TrainingState) -> bool:
@@ -1160,72 +1182,31 @@ def save_checkpoint(state: TrainingState) -> bool:
     return is_written
 
 
-def load_checkpoint(state: TrainingState) -> list[str]:
-    """Resume from the checkpoint that RESUME names, if any. Returns lines for the log."""
+def load_checkpoint(state: TrainingState) -> None:
+    """Resume from the checkpoint that RESUME names, if any."""
     hp, runtime = state.hp, state.runtime
     path = hp.checkpoint_path() if hp.resume in ("", "auto") else Path(hp.resume)
     name = f"RESUME={str(path)!r}"
     saved = None
-    if runtime.rank == 0 and path.exists():
+    if runtime.rank == 0 and path.is_file():
         if hp.resume == "":
             raise InputError(f"{path} exists: set RESUME=auto or another RUN_ID")
         saved = deserialize(path.read_bytes(), name)
         if "optimizers" not in saved:
             raise InputError(f"{name} is not a checkpoint: set it to a file in checkpoints/")
+    elif runtime.rank == 0 and hp.resume not in ("", "auto"):
+        raise InputError(f"{name} is not a file")
     saved = runtime.broadcast(saved)
     if saved is None:
-        return [f"resume:{path} does not exist, a new run begins"] if hp.resume else []
-    check_shapes(state.gpt, saved["model"], name)
-    if saved["stream"][0] >= len(state.loader.stream.shards):
-        raise InputError(f"{name} has used more train shards: set DATA_PATH to them")
+        return
+    load_model(state.gpt, saved["model"], name)
     state.load_state_dict(saved)
     old = {**saved["knobs"], "resume": hp.resume}
-    new = [(key, value) for key, value in asdict(hp).items() if old.get(key) != value]
-    changes = [f"{key.upper()}:{old.get(key)}->{value}" for key, value in new]
-    return [f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}"]
+    changes = [f"{k.upper()}:{old.get(k)}->{v}" for k, v in asdict(hp).items() if old.get(k) != v]
+    runtime.log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
 
 
 # ---- Training --------------------
-class Stopwatch:
-    """Wall-clock training time, without pauses."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.device = torch.get_device_module(runtime.device)
-        self.reset(0.0)
-
-    def reset(self, elapsed_ms: float) -> None:
-        self.before_ms = elapsed_ms
-        self.started: float | None = None  # in seconds; None while it is paused
-        self.last_step: Any = None  # event at its end
-
-    def start(self) -> None:
-        """If paused, wait for the device and start."""
-        if self.started is None:
-            self.device.synchronize()
-            self.started = time.perf_counter()
-
-    def pause(self) -> None:
-        self.device.synchronize()
-        self.reset(self.elapsed_ms())
-
-    def lap(self) -> None:
-        """Call after each step. Waits for the step before, so that the GPU stays busy."""
-        previous = self.last_step
-        self.last_step = self.device.Event()
-        self.last_step.record()
-        if previous is not None:
-            previous.synchronize()
-
-    def elapsed_ms(self) -> float:
-        if self.started is None:
-            return self.before_ms
-        return self.before_ms + 1000 * (time.perf_counter() - self.started)
-
-    def report(self, step: int) -> str:
-        elapsed_ms = self.elapsed_ms()
-        return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
-
-
 def train_step(state: TrainingState) -> Tensor:
     """Take one optimizer step. Returns the mean loss of this rank's tokens."""
     hp = state.hp
@@ -1235,7 +1216,6 @@ def train_step(state: TrainingState) -> Tensor:
     for optimizer in state.optimizers:
         optimizer.zero_grad(set_to_none=True)
     for micro_step in range(grad_accum_steps):
-        state.runtime.log.status(f"micro_step:{micro_step + 1}/{grad_accum_steps} {state.status}")
         if dist.is_initialized():
             # Gradients add up on each rank and are synchronized on the last micro-step only: one
             # exchange instead of many. DDP reads this flag in its forward pass.
@@ -1254,39 +1234,41 @@ def train_step(state: TrainingState) -> Tensor:
 
 
 def check_training(state: TrainingState, start: Mapping[str, Tensor], num_steps: int) -> None:
-    """Find parameters that do not train. Below zero-initialized layers they start in step 3."""
+    """Find parameters that do not train."""
     for name, param in state.gpt.named_parameters():
         if param.requires_grad and param.grad is None:
             raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
+        # Below zero-initialized layers the first change is in step 3: fewer steps prove nothing.
         must_change = param.requires_grad and num_steps >= 3
         if must_change and torch.equal(param.cpu(), start[name]):
             state.runtime.log(f"WARNING: {name} does not train: the warm-up did not change it")
 
 
 def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps, which compile the training graphs, and undo them."""
+    """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
     wanted = state.hp.warmup_steps
+    log = state.runtime.log
     start = state.state_dict()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
     # DDP regroups its buckets after the first step, so a resumed run needs one for the same bits.
     num_steps = max(wanted, int(dist.is_initialized()))
     for step in range(1, num_steps + 1):
-        state.status = f"warmup_step:{step}/{num_steps}"
+        log.status(f"warm-up: step {step} of {num_steps}")
         train_step(state)
         if step in (1, num_steps):  # DDP refuses a second step if a gradient is missing
             check_training(state, start["model"], step)
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
-            state.runtime.log(f"warmup_step:{step}/{wanted}")
+            log(f"warmup_step:{step}/{wanted}")
     state.load_state_dict(start)
 
 
-def validate(state: TrainingState, validation: Validation) -> float:
-    """Stop the clock, log the validation loss and return it."""
+def validate(state: TrainingState, validation: Validation) -> None:
+    """Pause the clock and log the validation loss."""
+    hp = state.hp
     state.stopwatch.pause()
-    loss = evaluate(state, validation.tokens, state.hp.train_seq_len)
-    line = f"{validation.scores(loss)} {state.stopwatch.report(state.step)}{validation.partial}"
-    state.runtime.log(f"step:{state.step}/{state.hp.iterations} {line}")
-    return loss
+    loss = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
+    line = validation.format(loss, times=state.stopwatch.report(state.step))
+    state.runtime.log(f"step:{state.step}/{hp.iterations} {line}")
 
 
 def set_signal_action(action: Any) -> None:
@@ -1295,54 +1277,58 @@ def set_signal_action(action: Any) -> None:
             signal.signal(signum, action)
 
 
-def train(state: TrainingState, validation: Validation) -> float | None:
-    """Train, write final_model.pt and return the last validation's loss; None after a signal."""
+def log_step(state: TrainingState, rank_loss: Tensor) -> None:
+    """Log a step that is due. Show the step and the time left on a terminal."""
     hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
+    name = f"step:{state.step}/{hp.iterations}"
+    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
+        loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        runtime.log(f"{name} train_loss:{loss:.4f} {stopwatch.report(state.step)}")
+        if not math.isfinite(loss) and state.step < hp.iterations:
+            raise InputError(f"{name} train_loss is {loss}: set lower learning rates")
+    done = progress(hp, state.step, stopwatch.elapsed_ms())
+    minutes_left = stopwatch.elapsed_ms() * (1 / done - 1) / 60_000
+    runtime.log.status(f"{minutes_left:.1f} min left, {name}")
+
+
+def train(state: TrainingState, validation: Validation) -> int:
+    """Train up to a limit or a signal. Returns the signal's number; 0: none."""
+    hp = state.hp
     cap_ms = 1000 * hp.max_wallclock_seconds
-    step_name = f"step:{state.step}/{hp.iterations}"
-    state.status = step_name
-    loss_text = ""  # of the last logged step
     set_signal_action(state.request_stop)
     while True:
-        clocks = runtime.gather((stopwatch.elapsed_ms(), state.signum))
-        elapsed_ms = clocks[0][0]  # rank 0's, so that all ranks use the same learning rate
-        signum = max(signum for _, signum in clocks)
-        if signum > 0 or state.step >= hp.iterations or (cap_ms > 0 and elapsed_ms >= cap_ms):
-            break
+        elapsed_ms, signum = state.sync()  # so that all ranks use the same learning rate
+        is_capped = cap_ms > 0 and elapsed_ms >= cap_ms
+        if signum > 0 or is_capped or state.step >= hp.iterations:
+            state.stopwatch.pause()
+            return signum
         if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
             validate(state, validation)
-            if any(runtime.gather(state.signum)):
-                continue
-        stopwatch.start()
+        state.stopwatch.start()
         factor = lr_factor(hp, state.step, elapsed_ms)
         set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
         rank_loss = train_step(state)
-        stopwatch.lap()
+        state.stopwatch.lap()
         state.step += 1
-
-        step_name = f"step:{state.step}/{hp.iterations}"
-        if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
-            loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-            loss_text = f"train_loss:{loss:.4f}"
-            runtime.log(f"{step_name} {loss_text} {stopwatch.report(state.step)}")
-            if not math.isfinite(loss) and state.step < hp.iterations:
-                raise InputError(f"{step_name} train_loss is {loss}: set lower learning rates")
-        minutes = stopwatch.elapsed_ms() / 60_000
-        left = minutes / progress(hp, state.step, 60_000 * minutes) - minutes
-        speed = f"{state.step * hp.train_batch_tokens / 60 / minutes:,.0f} tokens/s"
-        state.status = f"{step_name} {loss_text} {speed} {minutes:.1f} min, {left:.1f} min left"
+        log_step(state, rank_loss)
         if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
             save_checkpoint(state)
 
-    stopwatch.pause()
-    if signum > 0:
-        saved = save_checkpoint(state)
-        advice = f"rerun this command with RESUME=auto RUN_ID={hp.run_id}" if saved else "not saved"
-        runtime.log(f"stopped: signal:{signum} {step_name}: {advice}")
-        state.signum = signum
-        return None
+
+def stop(state: TrainingState, signum: int) -> int:
+    """Save a checkpoint after a signal. Returns the exit code."""
+    advice = "not saved"
+    if save_checkpoint(state):
+        advice = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
+    state.runtime.log(f"stopped: signal:{signum} step:{state.step}/{state.hp.iterations}: {advice}")
+    return 128 + signum
+
+
+def finish(state: TrainingState, validation: Validation) -> None:
+    """Write final_model.pt, validate, and compare the ranks' weights."""
+    hp, runtime = state.hp, state.runtime
+    weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
     if runtime.rank == 0:
-        weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
         write_file(Path(hp.output_dir, "final_model.pt"), weights, runtime.log)
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
         save_checkpoint(state)
@@ -1350,25 +1336,47 @@ def train(state: TrainingState, validation: Validation) -> float | None:
     set_signal_action(signal.SIG_DFL)
     if state.signum:
         signal.raise_signal(state.signum)
-    loss = validate(state, validation)
+    validate(state, validation)
     if state.step < hp.iterations:
-        train_time = f"train_time:{stopwatch.elapsed_ms():.0f}ms"
-        runtime.log(f"stopping_early: wallclock_cap {train_time} {step_name}")
-    return loss
+        train_time = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms"
+        runtime.log(f"stopping_early: wallclock_cap {train_time} step:{state.step}/{hp.iterations}")
+    digests = runtime.gather(hashlib.sha256(weights).hexdigest())
+    strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if strays:
+        runtime.log(f"WARNING: replicas: the weights of ranks {strays} differ from rank 0's")
+    elif runtime.world_size > 1:
+        runtime.log("replicas:identical")
+    if runtime.device.type == "cuda":
+        allocated = torch.cuda.max_memory_allocated() >> 20
+        reserved = torch.cuda.max_memory_reserved() >> 20
+        runtime.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
 
 
 # ---- main ------------------------
-def log_run(state: TrainingState, validation: Validation) -> None:
-    hp, runtime = state.hp, state.runtime
+def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Build the demo's data, unless it exists."""
+    script = Path(__file__).with_name("data") / "demo_corpus.py"
+    command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if result.returncode != 0:
+        raise InputError(f"PRESET=demo: {script} failed")
+    runtime.log(result.stdout.rstrip())
+
+
+def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
+    hp = gpt.hp
     cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
     tied = hp.tie_embeddings
-    num_params = sum(param.numel() for param in state.gpt.parameters())
+    num_params = sum(param.numel() for param in gpt.parameters())
+    num_tokens = f"tokens:{len(validation.tokens) - 1} {validation.partial}".rstrip()
+    defaults = asdict(Hyperparameters(run_id=hp.run_id))  # RUN_ID is random and left out
+    changed = [f"{k.upper()}={value}" for k, value in asdict(hp).items() if value != defaults[k]]
     runtime.log(
         f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}\n"
         f"train_loader:dataset:{Path(hp.data_path).resolve().name} "
         f"train_shards:{len(glob.glob(hp.files('train')))}\n"
         f"val_loader:shards pattern={os.path.join(hp.data_path, 'fineweb_val_*.bin')} "
-        f"tokens:{len(validation.tokens) - 1}{validation.partial}\n"
+        f"{num_tokens}\n"
         f"model_params:{num_params}\n"
         f"world_size:{runtime.world_size} grad_accum_steps:{hp.batch_slots // runtime.world_size}\n"
         f"sdp_backends:cudnn={cudnn} flash=True mem_efficient=True math=True\n"
@@ -1379,94 +1387,83 @@ def log_run(state: TrainingState, validation: Validation) -> None:
         f"iterations:{hp.iterations} warmup_steps:{hp.warmup_steps} "
         f"max_wallclock_seconds:{hp.max_wallclock_seconds:.3f}\n"
         f"seed:{hp.seed}\n"
-        f"knobs:{hp.changed()}\n"
+        f"knobs:{' '.join(changed)}\n"
         f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
         f"cpu_threads:{torch.get_num_threads()}"
     )
     if not validation.is_tokenizer_right:
-        problem = (
-            f"TOKENIZER_PATH={hp.tokenizer_path!r} did not make these shards, val_bpb is wrong"
-        )
-        runtime.log(f"WARNING: {problem}: set it to the tokenizer that did")
-    if runtime.device.type == "cpu" and not hp.preset and num_params * hp.train_batch_tokens > 1e12:
-        runtime.log("WARNING: on a CPU a step takes minutes: PRESET=demo changes the other knobs")
+        problem = f"TOKENIZER_PATH={hp.tokenizer_path!r} did not make these shards"
+        runtime.log(f"WARNING: {problem}, val_bpb is wrong: set it to the tokenizer that did")
+
+
+def open_log(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Open rank 0's log. No earlier, so that input errors leave no file."""
+    if runtime.rank == 0:
+        runtime.log.open(Path(hp.output_dir, "logs", f"{hp.run_id}.txt"), runtime.source)
+
+
+def score_file(hp: Hyperparameters, runtime: Runtime) -> int:
+    """Score the weights of the file EVAL_ONLY. Returns the exit code."""
+    name = f"EVAL_ONLY={hp.eval_only!r}"
+    if runtime.rank == 0 and not os.path.isfile(hp.eval_only):
+        raise InputError(f"{name} is not a file")
+    validation = Validation(hp)
+    gpt = GPT(hp, runtime.dtype).to(runtime.device)
+    data = Path(hp.eval_only).read_bytes() if runtime.rank == 0 else b""
+    is_artifact = load_weights(gpt, runtime.broadcast(data), name)
+    log_settings(gpt, validation, runtime)
+    runtime.log(f"eval_only:{hp.eval_only}")
+    open_log(hp, runtime)
+    result = score(wrap(gpt, runtime), validation, runtime)
+    if is_artifact:
+        log_artifact_score(result, validation, runtime)
+    else:
+        exact = validation.format(result["val_loss"], digits=8, stride=hp.eval_stride)
+        runtime.log(f"eval_only {exact}")
+    return int(not math.isfinite(result["val_loss"]))
+
+
+def export_and_score(state: TrainingState, validation: Validation) -> int:
+    """Export on rank 0 and score the artifact's bytes on all ranks. Returns the exit code."""
+    hp, runtime = state.hp, state.runtime
+    artifact = b""
+    is_written = True
+    if runtime.rank == 0:
+        artifact = export(state.gpt, hp, runtime)
+        is_written = write_file(Path(hp.output_dir, "final_model.int8.ptz"), artifact, runtime.log)
+    load_weights(state.gpt, runtime.broadcast(artifact), "final_model.int8.ptz")
+    result = score(state.model, validation, runtime)
+    if runtime.rank == 0:
+        code = len(runtime.source)
+        facts = {**result, "bytes_total": len(artifact) + code, "bytes_code": code}
+        facts |= {"steps": state.step, "train_ms": state.stopwatch.elapsed_ms()}
+        facts |= {"world_size": runtime.world_size, "torch": torch.__version__}
+        data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
+        write_file(Path(hp.output_dir, "final_result.json"), data, runtime.log)
+    log_artifact_score(result, validation, runtime)
+    return int(not is_written or not math.isfinite(result["val_loss"]))
 
 
 def run() -> int:
     """Run with the knobs of the environment. Returns the exit code."""
     hp = Hyperparameters.from_env(os.environ)
     runtime = open_runtime(hp)
-    log = runtime.log
-    notes = near_knobs(os.environ)
     if hp.preset == "demo" and not os.environ.keys() & {"DATA_PATH", "TOKENIZER_PATH"}:
-        notes.append(prepare_demo(hp))
+        prepare_demo(hp, runtime)
     compare_ranks(hp, runtime)
-    for knob, path in (("RESUME", hp.resume), ("EVAL_ONLY", hp.eval_only)):
-        if runtime.rank == 0 and path not in ("", "auto") and not os.path.isfile(path):
-            raise InputError(f"{knob}={path!r} is not a file")
-
-    # Data, model, optimizers, and the file to score or to resume from.
-    place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
-    loader = None if hp.eval_only else DistributedTokenLoader(hp.files("train"), *place)
+    if hp.eval_only:
+        return score_file(hp, runtime)
+    state = new_state(hp, runtime)
     validation = Validation(hp)
-    random.seed(hp.seed)
-    np.random.seed(hp.seed)
-    torch.manual_seed(hp.seed)  # CPU and CUDA
-    gpt = GPT(hp, runtime.dtype).to(runtime.device)
-    optimizers = [] if hp.eval_only else build_optimizers(gpt, runtime.compiled)
-    model = wrap(gpt, runtime)
-    state = TrainingState(hp, runtime, gpt, model, optimizers, loader, Stopwatch(runtime))
-    if hp.eval_only:
-        data = Path(hp.eval_only).read_bytes() if runtime.rank == 0 else b""
-        is_artifact = load_weights(gpt, runtime.broadcast(data), f"EVAL_ONLY={hp.eval_only!r}")
-        notes.append(f"eval_only:{hp.eval_only}")
-    else:
-        notes += load_checkpoint(state)
-
-    if runtime.rank == 0:  # not before, so that input errors leave no log file
-        log.open(Path(hp.output_dir, "logs", f"{hp.run_id}.txt"), runtime.source)
-    log_run(state, validation)
-    for note in notes:
-        log(note)
-    if hp.eval_only:
-        result, lines = score(state, validation, is_artifact)
-        log(lines)
-        return int(not math.isfinite(result["val_loss"]))
-
+    log_settings(state.gpt, validation, runtime)
+    load_checkpoint(state)
+    open_log(hp, runtime)
     warm_up(state)
-    val_loss = train(state, validation)
-    if val_loss is None:
-        return 128 + state.signum
-    weights = serialize(copy_tensors(gpt.state_dict(), "cpu"))
-    digests = runtime.gather(hashlib.sha256(weights).hexdigest())
-    strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if strays:
-        log(f"WARNING: replicas: the weights of ranks {strays} differ from rank 0's")
-    elif runtime.world_size > 1:
-        log("replicas:identical")
-    if runtime.device.type == "cuda":
-        allocated = torch.cuda.max_memory_allocated() >> 20
-        reserved = torch.cuda.max_memory_reserved() >> 20
-        log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-
-    # Rank 0 exports. All ranks score the artifact's bytes.
-    artifact = b""
-    is_written = True
-    if runtime.rank == 0:
-        artifact, sizes = export(state)
-        is_written = write_file(Path(hp.output_dir, "final_model.int8.ptz"), artifact, log)
-    load_weights(gpt, runtime.broadcast(artifact), "final_model.int8.ptz")
-    result, lines = score(state, validation, is_artifact=True)
-    if runtime.rank == 0:
-        pre_quant_bpb = validation.bits_per_byte(val_loss)
-        result |= sizes | {"pre_quant_val_loss": val_loss, "pre_quant_val_bpb": pre_quant_bpb}
-        result |= {"steps": state.step, "train_ms": state.stopwatch.elapsed_ms()}
-        result |= {"world_size": runtime.world_size, "torch": torch.__version__}
-        result["knobs"] = asdict(hp)
-        data = json.dumps(result, indent=1).encode()
-        write_file(Path(hp.output_dir, "final_result.json"), data, log)
-    log(lines)
-    return int(not is_written or not math.isfinite(result["val_loss"]))
+    signum = train(state, validation)
+    if signum > 0:
+        return stop(state, signum)
+    finish(state, validation)
+    return export_and_score(state, validation)
 
 
 def main() -> None:
@@ -1485,13 +1482,9 @@ def main() -> None:
             dist.barrier()
     except Exception as error:
         code = 1
-        if isinstance(error, RuntimeError):
-            time.sleep(1)  # another rank's error may be the cause: torchrun blames the first
         if isinstance(error, InputError | OSError):
             error.__traceback__ = None  # the message is enough
         get_error_handler().record_exception(error)
-        if sys.stderr.isatty():
-            print(file=sys.stderr)  # below the status line
         sys.excepthook(type(error), error, error.__traceback__)
     if "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):  # os._exit does not flush what a player printed

@@ -28,7 +28,7 @@ SCRIPT = ROOT / "train_gpt.py"
 sys.path[:0] = [str(ROOT / name) for name in ("", "data", "tests/helpers", "tests/tools")]
 
 import train_gpt  # noqa: E402
-from train_gpt import Hyperparameters, Log, Runtime, TrainingState  # noqa: E402
+from train_gpt import Log, Runtime  # noqa: E402
 
 # Dropout, which a player may add, would make every run another one.
 torch.nn.functional.dropout = lambda x, *args, **settings: x
@@ -123,18 +123,6 @@ def dataset(knobs) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(knobs) -> Path:
     return Path(knobs["TOKENIZER_PATH"])
-
-
-def make_state(hp: Hyperparameters, runtime: Runtime = ALONE) -> TrainingState:
-    """The state of a run before its first step."""
-    torch.manual_seed(hp.seed)
-    gpt = train_gpt.GPT(hp, runtime.dtype).to(runtime.device)
-    place = (runtime.rank, runtime.world_size, runtime.device, hp.vocab_size)
-    loader = train_gpt.DistributedTokenLoader(hp.files("train"), *place)
-    optimizers = train_gpt.build_optimizers(gpt, runtime.compiled)
-    model = train_gpt.wrap(gpt, runtime)
-    stopwatch = train_gpt.Stopwatch(runtime)
-    return TrainingState(hp, runtime, gpt, model, optimizers, loader, stopwatch)
 
 
 @pytest.fixture(scope="session")

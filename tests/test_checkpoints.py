@@ -1,6 +1,5 @@
 """A stopped or killed run resumes from its checkpoint and ends with the same bits."""
 
-import dataclasses
 import re
 import shutil
 import signal
@@ -9,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    ALONE,
     failed,
     finished,
     launch_command,
-    make_state,
     read_until,
     run_here,
     run_ranks,
@@ -23,7 +22,7 @@ from conftest import (
 )
 
 import train_gpt
-from train_gpt import Hyperparameters, InputError, train_step
+from train_gpt import Hyperparameters, train_step
 
 CHECKPOINT = Path("checkpoints", "test.pt")
 
@@ -107,11 +106,13 @@ def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(
 
 
 def test_the_current_rates_apply_and_the_rest_of_a_group_is_restored(long_knobs):
-    state = make_state(Hyperparameters.from_env(long_knobs))
+    state = train_gpt.new_state(Hyperparameters.from_env(long_knobs), ALONE)
     train_step(state)
     state.optimizers[1].param_groups[0]["custom"] = 5
     new = {"SCALAR_LR": "0.5", "MATRIX_LR": "0.25", "BETA1": "0.75", "ADAM_EPS": "0.125"}
-    other = make_state(Hyperparameters.from_env({**long_knobs, **new, "MUON_BACKEND_STEPS": "3"}))
+    other = train_gpt.new_state(
+        Hyperparameters.from_env({**long_knobs, **new, "MUON_BACKEND_STEPS": "3"}), ALONE
+    )
     other.load_state_dict(state.state_dict())
     (_, scalar), (matrix,) = (optimizer.param_groups for optimizer in other.optimizers)
     assert (scalar["base_lr"], scalar["betas"][0], scalar["eps"]) == (0.5, 0.75, 0.125)
@@ -135,17 +136,6 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
     failed(result, words)
     assert result.stdout == "" and not (copied / "logs").exists()
     assert (copied / CHECKPOINT).read_bytes() == before
-
-
-def test_resuming_with_fewer_train_shards_is_an_error(tmp_path, dataset, long_knobs):
-    hp = Hyperparameters.from_env({**long_knobs, "OUTPUT_DIR": str(tmp_path)})
-    state = make_state(hp)
-    state.loader.stream.shard = 1
-    train_gpt.save_checkpoint(state)
-    shutil.copy(dataset / "fineweb_train_000000.bin", tmp_path)
-    hp = dataclasses.replace(hp, data_path=str(tmp_path), resume="auto")
-    with pytest.raises(InputError, match="RESUME=.*test.pt' has used more train shards.*DATA_PATH"):
-        train_gpt.load_checkpoint(make_state(hp))
 
 
 def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(copied, long_knobs):

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import ALONE, Lines, failed, make_state, run_ranks, write_worker
+from conftest import ALONE, Lines, failed, run_ranks, write_worker
 from torch import Tensor, nn
 
 import train_gpt
@@ -35,7 +35,7 @@ class ScaledAttention(CausalSelfAttention):
 def warnings(hp: Hyperparameters) -> str:
     """Run the warm-up. Returns its warnings."""
     log = Lines()
-    train_gpt.warm_up(make_state(hp, dataclasses.replace(ALONE, log=log)))
+    train_gpt.warm_up(train_gpt.new_state(hp, dataclasses.replace(ALONE, log=log)))
     return " ".join(line for line in log.text.splitlines() if "WARNING" in line)
 
 
@@ -102,12 +102,16 @@ def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(hp, monk
     monkeypatch.setattr(train_gpt, "CausalSelfAttention", BiasedAttention)
     monkeypatch.setattr(train_gpt, "build_optimizers", build_optimizers)
     bf16 = dataclasses.replace(ALONE, dtype=torch.bfloat16)
-    whole, resumed = make_state(hp, bf16), make_state(dataclasses.replace(hp, resume="auto"), bf16)
+    whole, resumed = (
+        train_gpt.new_state(hp, bf16),
+        train_gpt.new_state(dataclasses.replace(hp, resume="auto"), bf16),
+    )
     train_gpt.warm_up(whole)  # an error if the bias has no effect
     for step in range(4):
         train_step(whole)
         if step == 1:
-            assert train_gpt.save_checkpoint(whole) and train_gpt.load_checkpoint(resumed)
+            assert train_gpt.save_checkpoint(whole)
+            train_gpt.load_checkpoint(resumed)
     for _ in range(2):
         train_step(resumed)
     for part in ("model", "optimizers", "stream"):

@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from conftest import ALONE, TEXTS, VOCAB_SIZE, finished, run_here, train_tokenizer, write_shard
+from conftest import (
+    ALONE,
+    TEXTS,
+    VOCAB_SIZE,
+    Lines,
+    finished,
+    run_here,
+    train_tokenizer,
+    write_shard,
+)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import GPT, Hyperparameters, InputError, TrainingState, Validation
+from train_gpt import GPT, Hyperparameters, InputError, Validation
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +69,14 @@ def small(tmp_path, tokenizer) -> Hyperparameters:
     )  # fmt: skip
 
 
-def state_of(hp: Hyperparameters) -> TrainingState:
-    """A state as under EVAL_ONLY, with noise on all weights."""
+def noisy_model(hp: Hyperparameters) -> GPT:
+    """A model with noise on all weights."""
     torch.manual_seed(0)
     gpt = GPT(hp, torch.float32)
     with torch.no_grad():
         for param in gpt.parameters():
             param.add_(0.1 * torch.randn_like(param))
-    return TrainingState(hp, ALONE, gpt, gpt, [], None, train_gpt.Stopwatch(ALONE))
+    return gpt
 
 
 def test_a_tokenizer_of_another_size_is_an_error_that_names_its_path_first(small):
@@ -95,7 +104,7 @@ def test_another_tokenizer_of_the_same_size_is_a_warning(dataset, knobs, tmp_pat
 def test_the_split_is_cut_to_whole_sequences(small, tmp_path, sp):
     shards = sorted(tmp_path.glob("fineweb_val_*.bin"))
     tokens = np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in shards])
-    cases = [(16, 0, 97, ""), (16, 50, 49, " partial:3/6"), (16, 999, 97, ""), (99, 0, 100, "")]
+    cases = [(16, 0, 97, ""), (16, 50, 49, "partial:3/6"), (16, 999, 97, ""), (99, 0, 100, "")]
     for T, limit, kept, partial in cases:
         validation = Validation(replace(small, train_seq_len=T, max_val_tokens=limit))
         assert validation.tokens.dtype == torch.uint16
@@ -118,29 +127,30 @@ def test_too_few_tokens_and_foreign_tokens(small, tmp_path):
 def test_each_target_is_scored_once_in_the_first_window_that_contains_it(small, stride):
     """The reference scores token by token. For any number of ranks and windows in a batch. With a
     stride of 16 windows are side by side."""
-    state, tokens = state_of(small), Validation(small).tokens
+    gpt, tokens = noisy_model(small), Validation(small).tokens
     ids = tokens.to(torch.int64)
     ends = [16, *range(16 + stride, 96, stride), 96]  # of windows, in targets
     expected = 0.0
     for t in range(96):
         begin = next(end for end in ends if t < end) - 16
         with torch.no_grad():
-            logits = state.gpt.logits(ids[begin : t + 1][None])[-1]
+            logits = gpt.logits(ids[begin : t + 1][None])[-1]
         expected -= logits.log_softmax(0)[ids[t + 1]].item() / 96
     for world_size, batch in [(1, 1), (1, 3), (1, 100), (2, 1), (8, 3), (8, 100)]:
-        state.hp = replace(small, val_batch_size=8 * 16 * batch)
+        hp = replace(small, val_batch_size=8 * 16 * batch)
         loss = 0.0
         for rank in range(world_size):
-            state.runtime = replace(ALONE, rank=rank, world_size=world_size)
+            runtime = replace(ALONE, rank=rank, world_size=world_size)
             # Without a process group this rank's sum counts once per rank.
-            loss += train_gpt.evaluate(state, tokens, stride) / world_size
+            loss += train_gpt.evaluate(gpt, tokens, stride, hp, runtime) / world_size
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("stride", [16, 5])
 def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small, stride):
     """Another shape would be compiled. Six or seventeen windows are no multiple of four."""
-    state = state_of(replace(small, val_batch_size=8 * 16 * 4))
+    hp = replace(small, val_batch_size=8 * 16 * 4)
+    gpt = noisy_model(hp)
     calls = set()
 
     def watch(model: torch.nn.Module, arguments: tuple) -> None:
@@ -148,27 +158,25 @@ def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small, strid
         is_training = any(module.training for module in model.modules())
         calls.add((x.shape, y.shape, x.is_contiguous(), is_training, torch.is_grad_enabled()))
 
-    state.model.register_forward_pre_hook(watch)
-    train_gpt.evaluate(state, Validation(small).tokens, stride)
+    gpt.register_forward_pre_hook(watch)
+    train_gpt.evaluate(gpt, Validation(small).tokens, stride, hp, ALONE)
     shape = torch.Size([4, 16])
     assert calls == {(shape, shape, True, False, False)}
-    assert all(module.training for module in state.model.modules())
+    assert all(module.training for module in gpt.modules())
 
 
 @pytest.mark.parametrize("stride, suffix", [(0, ""), (4, " stride:4")])
 def test_the_last_lines_are_the_score_rounded_and_exact(small, stride, suffix):
     """EVAL_STRIDE makes it the score of sliding windows."""
     hp = replace(small, eval_stride=stride, max_val_tokens=50)
-    state, validation = state_of(hp), Validation(hp)
-    loss = train_gpt.evaluate(state, validation.tokens, stride or 16)
+    gpt, validation, runtime = noisy_model(hp), Validation(hp), replace(ALONE, log=Lines())
+    loss = train_gpt.evaluate(gpt, validation.tokens, stride or 16, hp, runtime)
     bpb = validation.bits_per_byte(loss)
-    result, lines = train_gpt.score(state, validation, is_artifact=True)
-    rounded, exact = lines.splitlines()
+    result = train_gpt.score(gpt, validation, runtime)
+    assert (result["val_loss"], result["val_bpb"], result["stride"]) == (loss, bpb, stride or 16)
+    train_gpt.log_artifact_score(result, validation, runtime)
+    rounded, exact = runtime.log.text.splitlines()
     name = "final_int8_zlib_roundtrip"
     assert rounded.startswith(f"{name} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:")
     assert rounded.endswith(f"ms partial:3/6{suffix}")
-    figures = f"val_loss:{loss:.8f} val_bpb:{bpb:.8f} partial:3/6"
-    assert exact == f"{name}_exact {figures}"
-    assert (result["val_loss"], result["val_bpb"], result["stride"]) == (loss, bpb, stride or 16)
-    _, line = train_gpt.score(state, validation, is_artifact=False)
-    assert line == f"eval_only {figures}{suffix}"
+    assert exact == f"{name}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} partial:3/6"

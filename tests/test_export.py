@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, Lines, make_state
+from conftest import ALONE, Lines
 
 import train_gpt
 from train_gpt import dequantize_state_dict_int8, quantize_state_dict_int8, quantize_tensor
@@ -119,17 +119,17 @@ def test_without_qmeta_a_scale_with_one_dimension_is_one_per_row():
 def state_of(knobs: dict[str, str], source: bytes) -> train_gpt.TrainingState:
     """State of a run of this source."""
     hp = train_gpt.Hyperparameters.from_env(knobs)
-    return make_state(hp, replace(ALONE, log=Lines(), source=source))
+    return train_gpt.new_state(hp, replace(ALONE, log=Lines(), source=source))
 
 
 @pytest.mark.parametrize("spare, verdict", [(0, "fits"), (-1, "too_large")])
 def test_the_artifact_and_the_lines_of_its_size(quantized_knobs, spare, verdict):
     """With code of a length that fits to the byte, or is one byte too long."""
-    size = len(train_gpt.export(state_of(quantized_knobs, b""))[0])
+    state = state_of(quantized_knobs, b"")
+    size = len(train_gpt.export(state.gpt, state.hp, state.runtime))
     code, total = 16_000_000 - spare - size, 16_000_000 - spare
     state = state_of(quantized_knobs, b"#" * code)
-    artifact, sizes = train_gpt.export(state)
-    assert sizes == {"bytes_total": total, "bytes_code": code}
+    artifact = train_gpt.export(state.gpt, state.hp, state.runtime)
     _, code_line, _, model, submission, check = state.runtime.log.text.splitlines()
     assert code_line == f"Code size: {code} bytes"
     assert model.startswith(f"Serialized model int8+zlib: {size} bytes (payload:")
@@ -147,6 +147,7 @@ def test_the_code_is_what_it_was_when_the_run_began(quantized_knobs, tmp_path, m
     script.write_text("eight = 8")
     monkeypatch.setattr(train_gpt, "__file__", str(script))
     state = state_of(quantized_knobs, b"")
-    state.runtime = train_gpt.open_runtime(state.hp)
+    runtime = train_gpt.open_runtime(state.hp)
     script.write_text("x = 1")
-    assert train_gpt.export(state)[1]["bytes_code"] == len("eight = 8")
+    train_gpt.export(state.gpt, state.hp, runtime)
+    assert "Code size: 9 bytes" in "".join(runtime.log.waiting)

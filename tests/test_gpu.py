@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_state, run_script, write_shard
+from conftest import run_script, write_shard
 from torch import Tensor
 
 import train_gpt
@@ -116,7 +116,9 @@ def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_p
     """Eight slots of 65,536 tokens, compiled, with both optimizers."""
     tokens = torch.randint(1024, (600_000,), generator=torch.Generator().manual_seed(0))
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens.numpy())
-    state = make_state(Hyperparameters(data_path=str(tmp_path)), on_gpu(torch.bfloat16, True))
+    state = train_gpt.new_state(
+        Hyperparameters(data_path=str(tmp_path)), on_gpu(torch.bfloat16, True)
+    )
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):  # in the second one there is optimizer state
         train_gpt.train_step(state)
@@ -127,7 +129,7 @@ def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_p
 def test_a_training_step_never_waits_for_the_gpu(knobs, compiled):
     """Neither does the schedule. Only the stopwatch may, for the step before."""
     hp = Hyperparameters.from_env({**knobs, "GRAD_CLIP_NORM": "1", "DEVICE": "cuda"})
-    state = make_state(hp, on_gpu(torch.bfloat16, compiled))
+    state = train_gpt.new_state(hp, on_gpu(torch.bfloat16, compiled))
     for _ in range(2):  # which compile, and make the optimizers' state
         train_gpt.train_step(state)
     torch.cuda.synchronize()

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import ALONE, make_state
+from conftest import ALONE
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 from torch import nn
 
-from train_gpt import GPT, Hyperparameters, train_step
+from train_gpt import GPT, Hyperparameters, new_state, train_step
 
 SMALL = dict(
     vocab_size=96, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, train_seq_len=24
@@ -120,7 +120,7 @@ def test_no_loss_depends_on_later_tokens():
 def test_the_losses_of_a_training_are_the_plain_ones(knobs, tied):
     small = {"TRAIN_BATCH_TOKENS": "256", "BATCH_SLOTS": "2", "TIE_EMBEDDINGS": tied}
     hp = Hyperparameters.from_env({**knobs, **small, "EMBED_LR": "0.05"})
-    state = make_state(hp)
+    state = new_state(hp, ALONE)
     model = PlainGPT.like(state.gpt, hp)
     optimizers = PlainOptimizers(model, hp, bf16=False)
     slots = batches(state.loader.stream.paths, ALONE.device, 128, hp.train_seq_len)

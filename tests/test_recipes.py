@@ -293,11 +293,12 @@ def test_gptq_calibrates_alike_on_any_number_of_ranks(tmp_path, knobs, monkeypat
     for world_size, num_slots in ((1, "0"), (1, "2"), (2, "2")):
         hp = module.Hyperparameters.from_env({**knobs, "GPTQ_BATCHES": num_slots})
         place = (0, world_size, torch.device("cpu"), torch.float32, False)
-        state = conftest.make_state(hp, module.Runtime(*place, log=conftest.Lines()))
-        files.append(module.export(state)[0])
+        state = module.new_state(hp, module.Runtime(*place, log=conftest.Lines()))
+        files.append(module.export(state.gpt, hp, state.runtime))
     assert files[1] == files[2]
     plain, gptq = (module.deserialize(file, "")["quantized"] for file in files[:2])
     same = {name.split(".", 2)[-1] for name in gptq if torch.equal(gptq[name], plain[name])}
     assert same == {"attn.proj.weight", "mlp.proj.weight"}  # they are 0 at first
     torch.nn.init.constant_(state.gpt.tok_emb.weight, torch.inf)
-    assert module.export(state)[0] and "WARNING: GPTQ failed" in state.runtime.log.text
+    assert module.export(state.gpt, hp, state.runtime)
+    assert "WARNING: GPTQ failed" in state.runtime.log.text

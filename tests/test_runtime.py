@@ -1,15 +1,21 @@
 """Devices, ranks that differ or fail, the wallclock cap on several ranks, two nodes."""
 
 import json
-import os
 import re
 import shutil
 import sys
-from unittest.mock import patch
 
 import pytest
-import torch
-from conftest import failed, finished, free_port, run_ranks, start, without_gloo, write_worker
+from conftest import (
+    failed,
+    finished,
+    free_port,
+    run_ranks,
+    start,
+    without_gloo,
+    write_shard,
+    write_worker,
+)
 
 from train_gpt import Hyperparameters, InputError, open_device, open_runtime
 
@@ -22,26 +28,6 @@ def test_a_world_size_that_does_not_divide_the_slots(monkeypatch, world_size):
         open_runtime(Hyperparameters(batch_slots=6))
 
 
-@pytest.mark.parametrize(
-    "local, given, used", [("2", None, "lo"), ("1", None, None), ("2", "eth7", "eth7")]
-)
-def test_one_node_uses_the_loopback_interface(monkeypatch, local, given, used):
-    """Before torch looks for the other ranks, and not if GLOO_SOCKET_IFNAME is set."""
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local}
-    environ |= {} if given is None else {"GLOO_SOCKET_IFNAME": given}
-    seen = []
-
-    def rendezvous(url: str) -> None:
-        seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
-        raise ConnectionError
-
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(torch.distributed, "rendezvous", rendezvous)
-    with patch.dict(os.environ, environ), pytest.raises(ConnectionError):
-        open_runtime(Hyperparameters(device="cpu"))
-    assert seen == [used]
-
-
 def test_a_missing_gpu_is_an_error():
     with pytest.raises(InputError, match="LOCAL_RANK=99.*set DEVICE=cpu"):
         open_device(Hyperparameters(device="cuda"), 99)
@@ -50,18 +36,16 @@ def test_a_missing_gpu_is_an_error():
 @pytest.mark.parametrize(
     "own, words",
     [
-        ({"TRAIN_LOG_EVERY": "15"}, "TRAIN_LOG_EVERY is 12 on rank 0, but 15 on rank 1"),
-        ({"DATA_PATH": "other"}, "fineweb_train_000001.bin is "),
-        ({"TOKENIZER_PATH": "other/small.model"}, "tokenizer is "),
-        ({"SCRIPT": "other/edited.py"}, "train_gpt.py is "),
+        ({"TRAIN_LOG_EVERY": "15", "SEED": "2"}, "differ in SEED, TRAIN_LOG_EVERY: "),
+        ({"DATA_PATH": "other"}, "differ in data files: "),
+        ({"TOKENIZER_PATH": "other/small.model"}, "differ in data files: "),
+        ({"SCRIPT": "other/edited.py"}, "differ in train_gpt.py: "),
     ],
 )
 def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own, words):
     """For example on two nodes with different files."""
     other = shutil.copytree(dataset, tmp_path / "other")
-    with open(other / "fineweb_train_000001.bin", "r+b") as shard:
-        shard.seek(1024 + 2)
-        shard.write(b"\xff")
+    write_shard(other / "fineweb_train_000001.bin", range(9))
     (other / "small.model").write_bytes(b"another tokenizer")
     (other / "edited.py").write_text("another script")
     change = "train_gpt.__file__ = os.environ.get('SCRIPT', train_gpt.__file__)"
@@ -76,9 +60,9 @@ def test_replicas_that_differ_are_a_warning(tmp_path, knobs):
     """torch itself warns of nothing."""
     change = """
 def train(state, validation, train=train_gpt.train):
-    loss = train(state, validation)
+    signum = train(state, validation)
     next(state.gpt.parameters()).data[0, 3] += 1e-5 * state.runtime.rank
-    return loss
+    return signum
 
 train_gpt.train = train"""
     worker = write_worker(tmp_path, change)
@@ -155,7 +139,7 @@ def test_two_nodes_that_share_no_files_train_like_one_process(tmp_path, dataset,
 
 
 def test_a_rank_that_raises_takes_all_down_and_tells_torchrun_why(tmp_path, knobs):
-    """Rank 2 breaks in step 4, as one with an edited script may. The others say so later."""
+    """Rank 2 breaks in step 4, as one with an edited script may."""
     change = """
 def train_step(state, train_step=train_gpt.train_step):
     assert state.runtime.rank != 2 or state.step < 3, "the fault of rank 2"
@@ -168,5 +152,3 @@ train_gpt.train_step = train_step"""
     assert results[2].stderr.endswith("AssertionError: the fault of rank 2\n")
     said = [json.loads((tmp_path / f"{rank}.json").read_text())["message"] for rank in range(4)]
     assert "the fault of rank 2" in said[2]["message"]
-    times = [int(message["extraInfo"]["timestamp"]) for message in said]
-    assert times.pop(2) < min(times)  # torchrun repeats the first, in whole seconds

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALONE, finished, make_state, run_here
+from conftest import ALONE, finished, run_here
 
 import train_gpt
 from train_gpt import Hyperparameters, Stopwatch, lr_factor
@@ -50,7 +50,7 @@ def test_momentum_rises_in_a_straight_line():
 def test_the_run_is_the_schedule_and_the_steps_by_hand(tmp_path, knobs):
     """Learning rate and momentum of each step, counted from 0, are written out here."""
     finished(run_here(tmp_path, knobs))
-    state = make_state(Hyperparameters.from_env(knobs))
+    state = train_gpt.new_state(Hyperparameters.from_env(knobs), ALONE)
     adam, muon = state.optimizers
     for s, factor in enumerate([1, 1, 1, 0.75, 0.5, 0.25]):  # 6 iterations, 4 of warmdown
         adam.param_groups[0]["lr"], adam.param_groups[1]["lr"] = 0.05 * factor, 0.04 * factor
@@ -79,7 +79,7 @@ def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
 
     monkeypatch.setattr(torch.cpu, "Event", event)
     monkeypatch.setattr(torch.cpu, "synchronize", lambda: waits.append("all"))
-    watch = Stopwatch(ALONE)
+    watch = Stopwatch(ALONE.device)
     watch.start()
     for _ in range(4):
         watch.lap()

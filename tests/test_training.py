@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import rank_worker
 import torch
-from conftest import make_state, run_ranks
+from conftest import ALONE, run_ranks
 from rank_worker import keep_gradients, validation_losses
 
-from train_gpt import DistributedTokenLoader, Hyperparameters, train_step
+from train_gpt import DistributedTokenLoader, Hyperparameters, new_state, train_step
 
 STEPS = 10
 
@@ -35,7 +35,7 @@ def one_batch(hp: Hyperparameters) -> tuple[dict[str, torch.Tensor], float]:
     A = hp.batch_slots  # micro-steps
     slots = [loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, A) for _ in range(A)]
     assert loader.stream.position == hp.train_batch_tokens + hp.batch_slots
-    gpt = make_state(hp).gpt
+    gpt = new_state(hp, ALONE).gpt
     loss = gpt(torch.cat([x for x, _ in slots]), torch.cat([y for _, y in slots]))
     loss.backward()
     return {name: p.grad for name, p in gpt.named_parameters()}, loss.item()
@@ -51,7 +51,7 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def alone(hp) -> dict:
     """The same steps in this process, without any process group."""
-    state = make_state(hp)
+    state = new_state(hp, ALONE)
     losses = [train_step(state).item() for _ in range(STEPS)]
     weights = {name: tensor.clone() for name, tensor in state.gpt.state_dict().items()}
     return {"losses": losses, "weights": weights, "validation": validation_losses(state)}
@@ -88,7 +88,7 @@ def test_validation_is_the_same_for_every_world_size(ranks, alone):
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1e3])
 def test_the_norm_of_all_gradients_is_clipped_after_accumulation(hp, limit):
     """0 disables it."""
-    state = make_state(dataclasses.replace(hp, grad_clip_norm=limit))
+    state = new_state(dataclasses.replace(hp, grad_clip_norm=limit), ALONE)
     steps = keep_gradients(state)
     train_step(state)
     found, whole = (

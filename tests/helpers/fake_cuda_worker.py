@@ -123,7 +123,7 @@ def main() -> None:
         parameters += [param for param in gpt.parameters() if param.requires_grad]
         loader = train_gpt.DistributedTokenLoader(hp.files("train"), 3, 8, GPU, hp.vocab_size)
         optimizers = train_gpt.build_optimizers(gpt)
-        stopwatch = train_gpt.Stopwatch(runtime)
+        stopwatch = train_gpt.Stopwatch(GPU)
         state = train_gpt.TrainingState(hp, runtime, gpt, gpt, optimizers, loader, stopwatch)
         check("batch", loader.next_batch, hp.train_batch_tokens, hp.train_seq_len, 1)
         check("step", train_gpt.train_step, state)
@@ -132,7 +132,7 @@ def main() -> None:
         check("optimizer state", lambda: [[*one.state.values()] for one in optimizers])
         check("step after load_state_dict", train_gpt.train_step, state)
         tokens = torch.zeros(8 * hp.train_seq_len + 1, dtype=torch.uint16)
-        check("evaluate", train_gpt.evaluate, state, tokens, hp.train_seq_len)
+        check("evaluate", train_gpt.evaluate, gpt, tokens, hp.train_seq_len, hp, runtime)
     (folder / "result.json").write_text(json.dumps(results))
     os._exit(0)  # autograd's and the fake group's threads have nothing to clean up
 

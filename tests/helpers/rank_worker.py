@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from conftest import make_state
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import train_gpt
@@ -34,14 +33,14 @@ def validation_losses(state: train_gpt.TrainingState) -> list[float]:
     T = state.hp.train_seq_len
     tokens = train_gpt.Validation(state.hp).tokens
     cases = [(tokens, T), (tokens, 20), (tokens[: T + 1], T)]
-    return [train_gpt.evaluate(state, *case) for case in cases]
+    return [train_gpt.evaluate(state.model, *case, state.hp, state.runtime) for case in cases]
 
 
 def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.open_runtime(hp)
-    state = make_state(hp, runtime)
+    state = train_gpt.new_state(hp, runtime)
     counter = [0]
     state.model.register_comm_hook(counter, counting_hook)
     gradients = keep_gradients(state)

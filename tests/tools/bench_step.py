@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import make_state, write_shard
+from conftest import write_shard
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
 import train_gpt
@@ -57,7 +57,7 @@ def main() -> None:
             write_shard(Path(folder, f"fineweb_train_{i:06d}.bin"), tokens)
         runtime = train_gpt.open_runtime(hp)
         report = print if runtime.rank == 0 else str
-        state = make_state(hp, runtime)
+        state = train_gpt.new_state(hp, runtime)
         plain_gpt = plain_model = PlainGPT.like(state.gpt, hp).to(runtime.device)
         optimizers = PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
         if dist.is_initialized():
