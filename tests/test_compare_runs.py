@@ -151,16 +151,32 @@ def test_what_makes_a_comparison_worthless(tmp_path, capsys):
 
 
 def test_a_picture_has_a_line_for_each_run(tmp_path, capsys):
-    """Also for a run that is still going."""
+    """Also for a run that is still going. EVAL_ONLY has no curve."""
     write_sides(tmp_path)
     (tmp_path / "half.txt").write_text(HEAD + START + "step:18/20 tr")
-    thin = r"stroke: #(.*); stroke-opacity: 0.5; stroke-width: 0.5"
+    (tmp_path / "score.txt").write_text(START.partition("step:")[0] + END.partition("bytes\n")[2])
+    thin = r"stroke: #(.*); stroke-width: 0.7"
     for logs, colors in (
         ("--baseline baseline-* --candidate candidate-*", 4 * ["e08a2e"] + 3 * ["1f2a6b"]),
-        ("half.txt $PWD/half.txt", ["1f77b4", "ff7f0e"]),
+        ("half.txt $PWD/half.txt score.txt", ["1f77b4", "ff7f0e"]),
     ):
         command = f"{sys.executable} {ROOT}/tests/tools/compare_runs.py {logs} --picture a.svg"
         subprocess.run(command, shell=True, cwd=tmp_path, check=True)
         assert re.findall(thin, (tmp_path / "a.svg").read_text()) == colors
-    code, out = compare(capsys, ROOT / "LICENSE", "--picture", tmp_path / "b.svg")
-    assert code == 1 and "nothing to draw" in out
+    for log in (ROOT / "LICENSE", tmp_path / "score.txt"):
+        code, out = compare(capsys, log, "--picture", tmp_path / "b.svg")
+        assert code == 1 and "nothing to draw" in out
+
+
+@pytest.mark.parametrize(
+    "paths, names",
+    [
+        (["logs/night.txt"], ["night"]),
+        ([f"logs/{'0123456789' * 3}.txt"], ["01234567"]),
+        (["logs/base-1.txt", "logs/base-2.txt"], ["1", "2"]),
+        (["a/logs/x.txt", "b/logs/x.txt"], ["a", "b"]),
+        (["logs/aa.txt", "logs/aaa.txt"], ["aa", "aaa"]),
+    ],
+)
+def test_the_legend_has_what_differs_between_names(paths, names):
+    assert compare_runs.short_names([Path(path) for path in paths]) == names

@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NoReturn
@@ -33,7 +34,7 @@ MOST_RUNS = 1000
 # a run prints is the path of its log. The log of the last start follows the last of these lines.
 START_LINE = r"={100}|(.+/)?logs/[^/]+\.txt"
 STEP_LINE = (
-    r"step:(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
+    r"step:(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) (val_bpb:(?P<bpb>\S+) )?"
     r".*train_time:\d+ms step_avg:(?P<ms_per_step>\S+)ms"
 )
 FINAL_LINE = (
@@ -80,6 +81,7 @@ class Run:
     val: dict[int, float] = field(default_factory=dict)
     figures: Figures = field(default_factory=dict)
     unfinished: str = ""  # the last line of a log without a final line
+    bpb_per_nat: float = 0.0  # bits per byte of a loss of 1 nat per token; 0: unknown
 
 
 @dataclass
@@ -112,6 +114,8 @@ def read_run(path: Path) -> Run:
                 if pattern == STEP_LINE:
                     losses = run.train if match["kind"] == "train" else run.val
                     losses[int(match["steps"])] = float(match["loss"])
+                    if match["bpb"] and float(match["loss"]) > 0:
+                        run.bpb_per_nat = float(match["bpb"]) / float(match["loss"])
     if "val_loss" not in run.facts:
         run.unfinished = repr("".join(lines[-1:])[:80])
     run.figures = {name: float(run.facts[name]) for name in COLUMNS if name in run.facts}
@@ -265,31 +269,87 @@ def format_report(groups: list[Group], verdict: list[Test] | str, by: float) -> 
 
 
 # ---- the picture ---------------------------------------------------------------------------------
+def short_names(paths: list[Path]) -> list[str]:
+    """What differs between the paths; of long names, eight characters."""
+    names = [str(path.with_suffix("")) for path in paths]
+    if len(names) == 1:
+        names = [paths[0].stem]
+    else:  # cut them between words
+        first, last = commonprefix(names), commonprefix([name[::-1] for name in names])
+        start, end = (len(re.match(r"(.*[-_/. ])?", part)[0]) for part in (first, last))
+        names = [name[start : len(name) - end] or name for name in names]
+    short = [name if len(name) <= 20 else name[:8] for name in names]
+    return short if len(set(short)) == len(names) else names
+
+
+def highest_loss_in_view(runs: list[Run]) -> float:
+    """Upper end of the y axis: the first tenth of the steps would flatten the rest."""
+    late = []
+    for run in runs:
+        for losses in (run.train, run.val):
+            late += [losses[step] for step in losses if step >= max(losses) / 10]
+    return max(late) + 0.1 * (max(late) - min(late))
+
+
 def draw(groups: list[Group], picture: Path, by_run: bool) -> None:
-    """Draw the losses of each run and the scores of the finished ones. The first tenth of the
-    steps is left out: it would flatten the rest. Each group, or each run, has its own color."""
+    """Draw the losses of each run and, next to them, the scores of two sides. Each side, or each
+    run, has its own color."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    colors = ("#e08a2e", "#1f2a6b")  # light and dark: different in greyscale, too
-    parts = [(group.name, color, group.runs) for group, color in zip(groups, colors, strict=False)]
+    drawn = [run for group in groups for run in group.runs if run.train or run.val]
     if by_run:
-        parts = [(run.path.stem, f"C{i}", [run]) for i, run in enumerate(groups[0].runs)]
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    thin, dots = {"lw": 0.5, "alpha": 0.5}, {"marker": "o", "ms": 3}
-    curves, scores = figure.subplots(1, 2, width_ratios=(2.4, 1))
+        count = len(drawn)
+        colors = [f"C{i}" for i in range(count)]
+        if count > 10:  # matplotlib has ten colors of its own
+            colors = [matplotlib.colormaps["turbo"](i / (count - 1)) for i in range(count)]
+        names = short_names([run.path for run in drawn])
+        parts = [
+            (name, color, [run]) for name, color, run in zip(names, colors, drawn, strict=True)
+        ]
+    else:
+        colors = ["#e08a2e", "#1f2a6b"]  # light and dark: different in greyscale, too
+        parts = [
+            (group.name, color, group.runs) for group, color in zip(groups, colors, strict=False)
+        ]
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    if len(groups) > 1:
+        curves, scores = figure.subplots(1, 2, width_ratios=(2.4, 1))
+    else:
+        curves, scores = figure.subplots(), None
+    thin, dots = {"lw": 0.7}, {"marker": "o", "ms": 4, "lw": 1.6}
     for i, (name, color, runs) in enumerate(parts):
+        if by_run and not runs[0].unfinished:
+            name = f"{name}: {runs[0].figures['val_bpb']:.4f}"
         curves.plot([], [], color=color, label=name, **dots)
         for run in runs:
             for losses, style in ((run.train, thin), (run.val, dots)):
-                late = [step for step in losses if step >= max(losses) / 10]
-                curves.plot(late, [losses[step] for step in late], color=color, **style)
-            if not run.unfinished:
+                curves.plot(list(losses), list(losses.values()), color=color, **style)
+            if scores is not None and not run.unfinished:
                 scores.plot(i, run.figures["val_loss"], color=color, marker="o", alpha=0.7)
-    curves.set(title="training (thin) and validation", xlabel="step", ylabel="nats per token")
-    curves.legend(fontsize="small")
-    scores.set_xticks(range(len(parts)), [name for name, _, _ in parts], rotation=90 * by_run)
-    scores.set(title="score of each finished run", xlim=(-0.6, len(parts) - 0.4))
-    scores.ticklabel_format(axis="y", useOffset=False)
+    title = "training (thin) and validation"
+    top = highest_loss_in_view(drawn)
+    if any(loss > top for run in drawn for loss in (*run.train.values(), *run.val.values())):
+        curves.set_ylim(top=top)
+        title += "; the first steps lie above the picture"
+    curves.set(title=title, xlabel="step", ylabel="nats per token")
+    # Bits per byte for each nat per token. Runs on other tokens have another factor.
+    factors = {round(run.bpb_per_nat, 3) for run in drawn if run.bpb_per_nat}
+    if len(factors) == 1:
+        factor = next(run.bpb_per_nat for run in drawn if run.bpb_per_nat)
+        nats_to_bpb = (lambda nats: nats * factor, lambda bpb: bpb / factor)
+        curves.secondary_yaxis("right", functions=nats_to_bpb).set_ylabel("bits per byte")
+    curves.grid(alpha=0.3)
+    if by_run:
+        title = "score in bits per byte"
+        figure.legend(loc="outside right upper", fontsize="small", title=title)
+    else:
+        curves.legend(loc="upper right", fontsize="small")
+    if scores is not None:
+        scores.set_xticks(range(len(parts)), [name for name, _, _ in parts])
+        scores.set(title="score of each finished run", xlim=(-0.6, len(parts) - 0.4))
+        scores.set_ylabel("nats per token")
+        scores.ticklabel_format(axis="y", useOffset=False)
     figure.savefig(picture, dpi=150)
 
 
@@ -317,8 +377,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 2 if isinstance(verdict, str) else int(not all(test.shown for test in verdict[:1]))
         print(format_report(groups, verdict, args.by), flush=True)
         runs = [run for group in groups for run in group.runs]
-        if not any(run.train or run.val or not run.unfinished for run in runs):
-            print("nothing to draw: no log has a loss yet", file=sys.stderr)
+        if not any(run.train or run.val for run in runs):
+            print("nothing to draw: no log has a loss of a step yet", file=sys.stderr)
             code = code or 1
         elif args.picture is not None:
             draw(groups, args.picture, by_run=args.baseline is None)
