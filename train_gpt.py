@@ -666,7 +666,7 @@ class Log:
         """Show text on a terminal until the next line, at most once a second."""
         if self.is_terminal and time.monotonic() >= self.next_status:
             self.next_status = time.monotonic() + 1
-            self.show(text[: shutil.get_terminal_size().columns - 1])
+            self.show(text[: (shutil.get_terminal_size().columns or 80) - 1])
 
     def show(self, text: str) -> None:
         clear_line = "\r\x1b[K" if self.is_terminal else ""
