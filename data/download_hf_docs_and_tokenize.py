@@ -78,8 +78,12 @@ def read_documents(path: Path) -> Iterator[str]:
                 elif document.strip():
                     # Half a surrogate pair has no UTF-8: it becomes a question mark.
                     yield json.loads(document)["text"].encode("utf-8", "replace").decode("utf-8")
+            except UnicodeDecodeError as error:
+                place = f"{unit} {number}, after {document[: error.start].decode(errors='replace')[-40:]!r}"
+                advice = f"iconv -c -f utf-8 -t utf-8 {shlex.quote(str(path))} removes such bytes"
+                raise ValueError(f"{path}: {place} is not UTF-8: {advice}") from None
             except (ValueError, LookupError, TypeError, AttributeError):
-                wanted = '{"text": "..."}' if is_json else "UTF-8: convert the file with iconv"
+                wanted = '{"text": "..."}'
                 raise ValueError(f"{path}: {unit} {number} must be {wanted}") from None
 
 
