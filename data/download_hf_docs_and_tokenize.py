@@ -79,7 +79,8 @@ def read_documents(path: Path) -> Iterator[str]:
                     # Half a surrogate pair has no UTF-8: it becomes a question mark.
                     yield json.loads(document)["text"].encode("utf-8", "replace").decode("utf-8")
             except UnicodeDecodeError as error:
-                place = f"{unit} {number}, after {document[: error.start].decode(errors='replace')[-40:]!r}"
+                before = document[: error.start].decode(errors="replace")[-40:]
+                place = f"{unit} {number}, after {before!r}"
                 advice = f"iconv -c -f utf-8 -t utf-8 {shlex.quote(str(path))} removes such bytes"
                 raise ValueError(f"{path}: {place} is not UTF-8: {advice}") from None
             except (ValueError, LookupError, TypeError, AttributeError):
