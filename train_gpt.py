@@ -8,8 +8,8 @@
 Every knob is an environment variable: a field of Hyperparameters, in capitals. The last line of the
 log is the score of the compressed model.
 
-What people change: Hyperparameters, Model, Optimizers, Schedules, Data, Evaluation, Export.
-Machinery: Runtime (ranks, log, clock), State, Training (accumulation, the loop), main.
+What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
+Machinery: Runtime (ranks, log, clock); then State, Training (accumulation, loop, signals), main.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
@@ -31,7 +31,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 import warnings
 import zipfile
 import zlib
@@ -39,6 +38,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, get_type_hints
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -46,7 +46,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -78,9 +77,9 @@ class Hyperparameters:
     """All knobs: num_layers is the environment variable NUM_LAYERS, and so on. A knob that 0
     disables is also disabled by a negative value."""
 
-    # run
+    # run; RUN_ID names the log and the checkpoint, by default after the time of the start
     preset: str = ""  # "" or "demo": other defaults
-    run_id: str = field(default_factory=lambda: str(uuid.uuid4()))  # names log and checkpoint
+    run_id: str = field(default_factory=lambda: time.strftime("%y%m%d-%H%M%S-") + uuid4().hex[:4])
     seed: int = 1337  # for Python, NumPy and torch
     output_dir: str = "."  # for all files of the run
     checkpoint_every: int = 0  # steps; 0: only when a signal stops the run
@@ -562,7 +561,7 @@ SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic, version, token coun
 SHARD_MAGIC_AND_VERSION = [20240520, 1]
 WAYS_TO_DATA = """\
   download FineWeb:    python3 data/cached_challenge_fineweb.py --variant sp1024
-  or run the demo:     PRESET=demo python train_gpt.py"""
+  or run the demo:     PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset"""
 
 
 def load_data_shard(path: str | Path) -> Tensor:
@@ -1247,28 +1246,28 @@ def check_training(state: TrainingState, start: Mapping[str, Tensor], num_steps:
 def warm_up(state: TrainingState) -> None:
     """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
     wanted = state.hp.warmup_steps
-    log = state.runtime.log
     start = state.state_dict()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
     # DDP regroups its buckets after the first step, so a resumed run needs one for the same bits.
     num_steps = max(wanted, int(dist.is_initialized()))
     for step in range(1, num_steps + 1):
-        log.status(f"warm-up: step {step} of {num_steps}")
+        state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
         train_step(state)
         if step in (1, num_steps):  # DDP refuses a second step if a gradient is missing
             check_training(state, start["model"], step)
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
-            log(f"warmup_step:{step}/{wanted}")
+            state.runtime.log(f"warmup_step:{step}/{wanted}")
     state.load_state_dict(start)
 
 
-def validate(state: TrainingState, validation: Validation) -> None:
-    """Pause the clock and log the validation loss."""
+def validate(state: TrainingState, validation: Validation) -> float:
+    """Pause the clock, log the validation loss and return it."""
     hp = state.hp
     state.stopwatch.pause()
     loss = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
     line = validation.format(loss, times=state.stopwatch.report(state.step))
     state.runtime.log(f"step:{state.step}/{hp.iterations} {line}")
+    return loss
 
 
 def set_signal_action(action: Any) -> None:
@@ -1288,7 +1287,8 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
             raise InputError(f"{name} train_loss is {loss}: set lower learning rates")
     done = progress(hp, state.step, stopwatch.elapsed_ms())
     minutes_left = stopwatch.elapsed_ms() * (1 / done - 1) / 60_000
-    runtime.log.status(f"{minutes_left:.1f} min left, {name}")
+    cap = f", cap {hp.max_wallclock_seconds:.0f} s" if hp.max_wallclock_seconds > 0 else ""
+    runtime.log.status(f"{minutes_left:.1f} min left, {name}{cap}")
 
 
 def train(state: TrainingState, validation: Validation) -> int:
@@ -1296,10 +1296,9 @@ def train(state: TrainingState, validation: Validation) -> int:
     hp = state.hp
     cap_ms = 1000 * hp.max_wallclock_seconds
     set_signal_action(state.request_stop)
-    while True:
+    while True:  # each way out is at the top, where all ranks agree
         elapsed_ms, signum = state.sync()  # so that all ranks use the same learning rate
-        is_capped = cap_ms > 0 and elapsed_ms >= cap_ms
-        if signum > 0 or is_capped or state.step >= hp.iterations:
+        if signum > 0 or state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
             state.stopwatch.pause()
             return signum
         if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
@@ -1324,19 +1323,19 @@ def stop(state: TrainingState, signum: int) -> int:
     return 128 + signum
 
 
-def finish(state: TrainingState, validation: Validation) -> None:
-    """Write final_model.pt, validate, and compare the ranks' weights."""
+def finish(state: TrainingState, validation: Validation) -> float:
+    """Write final_model.pt, validate, compare the ranks' weights. Returns the validation loss."""
     hp, runtime = state.hp, state.runtime
     weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
     if runtime.rank == 0:
         write_file(Path(hp.output_dir, "final_model.pt"), weights, runtime.log)
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
         save_checkpoint(state)
-    # The weights are safe: a signal now ends the run at once.
+    # The weights are safe: a signal now ends the run at once. Load an average of them below this.
     set_signal_action(signal.SIG_DFL)
     if state.signum:
         signal.raise_signal(state.signum)
-    validate(state, validation)
+    loss = validate(state, validation)
     if state.step < hp.iterations:
         train_time = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms"
         runtime.log(f"stopping_early: wallclock_cap {train_time} step:{state.step}/{hp.iterations}")
@@ -1350,6 +1349,7 @@ def finish(state: TrainingState, validation: Validation) -> None:
         allocated = torch.cuda.max_memory_allocated() >> 20
         reserved = torch.cuda.max_memory_reserved() >> 20
         runtime.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+    return loss
 
 
 # ---- main ------------------------
@@ -1423,23 +1423,26 @@ def score_file(hp: Hyperparameters, runtime: Runtime) -> int:
     return int(not math.isfinite(result["val_loss"]))
 
 
-def export_and_score(state: TrainingState, validation: Validation) -> int:
-    """Export on rank 0 and score the artifact's bytes on all ranks. Returns the exit code."""
+def export_and_score(state: TrainingState, validation: Validation, loss: float) -> int:
+    """Export on rank 0, score the artifact on all ranks, return the exit code. loss: before it."""
     hp, runtime = state.hp, state.runtime
+    path = Path(hp.output_dir, "final_model.int8.ptz")
     artifact = b""
     is_written = True
     if runtime.rank == 0:
         artifact = export(state.gpt, hp, runtime)
-        is_written = write_file(Path(hp.output_dir, "final_model.int8.ptz"), artifact, runtime.log)
+        is_written = write_file(path, artifact, runtime.log)
     load_weights(state.gpt, runtime.broadcast(artifact), "final_model.int8.ptz")
     result = score(state.model, validation, runtime)
     if runtime.rank == 0:
         code = len(runtime.source)
         facts = {**result, "bytes_total": len(artifact) + code, "bytes_code": code}
+        facts |= {"pre_quant_val_loss": loss, "pre_quant_val_bpb": validation.bits_per_byte(loss)}
         facts |= {"steps": state.step, "train_ms": state.stopwatch.elapsed_ms()}
         facts |= {"world_size": runtime.world_size, "torch": torch.__version__}
         data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
-        write_file(Path(hp.output_dir, "final_result.json"), data, runtime.log)
+        write_file(path.with_name("final_result.json"), data, runtime.log)
+        runtime.log(f"let it write: python tests/tools/sample.py {shlex.quote(str(path))}")
     log_artifact_score(result, validation, runtime)
     return int(not is_written or not math.isfinite(result["val_loss"]))
 
@@ -1462,8 +1465,8 @@ def run() -> int:
     signum = train(state, validation)
     if signum > 0:
         return stop(state, signum)
-    finish(state, validation)
-    return export_and_score(state, validation)
+    loss = finish(state, validation)
+    return export_and_score(state, validation, loss)
 
 
 def main() -> None:
@@ -1484,7 +1487,6 @@ def main() -> None:
         code = 1
         if isinstance(error, InputError | OSError):
             error.__traceback__ = None  # the message is enough
-        get_error_handler().record_exception(error)
         sys.excepthook(type(error), error, error.__traceback__)
     if "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):  # os._exit does not flush what a player printed

@@ -3,6 +3,7 @@
 import __future__
 
 import dataclasses
+import re
 import sys
 from types import ModuleType
 
@@ -48,7 +49,8 @@ def test_defaults_are_the_contracts():
     run_id = found.pop("RUN_ID")
     assert found == DEFAULTS
     assert all(type(value) is type(DEFAULTS[name]) for name, value in found.items())
-    assert len(run_id) == 36 and run_id != Hyperparameters().run_id
+    assert re.fullmatch(r"\d{6}-\d{6}-[0-9a-f]{4}", run_id)  # year to second, and at random
+    assert run_id != Hyperparameters().run_id
 
 
 def test_every_type_is_converted():

@@ -72,6 +72,7 @@ def contract_lines(dataset: Path, tokenizer: Path) -> list[str]:
         r"payload_ratio:\d+\.\d{2}x\)",
         r"Total submission size int8\+zlib: \d+ bytes",
         r"size_check:fits limit:16000000 bytes_left:\d+",
+        r"let it write: python tests/tools/sample\.py final_model\.int8\.ptz",
         rf"final_int8_zlib_roundtrip {SCORE} eval_time:\d+ms",
         r"final_int8_zlib_roundtrip_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}",
     ]
@@ -182,6 +183,8 @@ def test_the_result_has_scores_and_knobs(trained, quantized_knobs):
     after = [result["val_loss"], result["val_bpb"]]
     assert after == pytest.approx(scores(lines[-1]), abs=6e-9)
     (end,) = [line for line in lines if line.startswith("step:6/6 val_loss:")]
+    before = [result["pre_quant_val_loss"], result["pre_quant_val_bpb"]]
+    assert before == pytest.approx(scores(end), abs=6e-5)
     assert result["train_ms"] == pytest.approx(int(re.search(r"(\d+)ms", end)[1]), abs=1)
     assert (result["steps"], result["partial"], result["world_size"]) == (6, "", 1)
     hp = Hyperparameters.from_env({**quantized_knobs, "CHECKPOINT_EVERY": "100"})
