@@ -2,10 +2,23 @@
 here replaces a class or a function of the script."""
 
 import dataclasses
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import ALONE, Lines, failed, run_ranks, write_worker
+from conftest import (
+    ALONE,
+    ROOT,
+    SCRIPT,
+    Lines,
+    failed,
+    process_environ,
+    run_ranks,
+    write_worker,
+)
+from edits import EDITS, TOGETHER, edit_script
 from torch import Tensor, nn
 
 import train_gpt
@@ -117,3 +130,17 @@ def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(hp, monk
     for part in ("model", "optimizers", "stream"):
         found, expected = resumed.state_dict()[part], whole.state_dict()[part]
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=part)
+
+
+# ---- The suite under edits -----------------------------------------------------------------------
+@pytest.mark.baseline
+@pytest.mark.recipes
+@pytest.mark.parametrize("names", [TOGETHER, *([name] for name in EDITS)], ids=" ".join)
+def test_tests_that_are_not_baseline_stay_green(tmp_path, names):
+    """In a copy of the project. Some minutes for each."""
+    keep = shutil.ignore_patterns(".*", "datasets", "tokenizers", "logs", "*.pt", "*.ptz")
+    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=keep)
+    (copy / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), names))
+    command = [sys.executable, "-m", "pytest", "tests", "-q", "-m", "not baseline and not recipes"]
+    result = subprocess.run(command, cwd=copy, env=process_environ({}), capture_output=True)
+    assert result.returncode == 0, result.stdout.decode()[-3000:]

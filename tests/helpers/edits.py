@@ -1,0 +1,116 @@
+"""Edits that players make, as replacements of text in train_gpt.py. test_edits.py runs the suite
+under each."""
+
+MLP = """\
+        self.fc = CastedLinear(hp.model_dim, hp.mlp_mult * hp.model_dim, bias=False)
+        self.proj = CastedLinear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
+"""
+SWIGLU = """\
+        hidden = (hp.mlp_mult * hp.model_dim * 2 // 3 + 7) // 8 * 8
+        self.gate = CastedLinear(hp.model_dim, hidden, bias=False)
+        self.fc = CastedLinear(hp.model_dim, hidden, bias=False)
+        self.proj = CastedLinear(hidden, hp.model_dim, bias=False)
+"""
+RELU_SQUARED = """\
+        x = self.fc(x)
+        x = F.relu(x).square()
+"""
+BEFORE_INIT = "        self.init_weights()\n\n"
+LAST_NORM = "        x = rms_norm(x).flatten(0, 1)\n"
+GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
+LOOKUP = "        x = rms_norm(self.tok_emb(input_ids).to(self.dtype))  # (B, T, D)\n"
+ROTATED = """\
+        q = apply_rotary(rms_norm(q), cos, sin)
+        k = apply_rotary(rms_norm(k), cos, sin)
+"""
+PROJECTED = """\
+        y = y.reshape(B, T, D)
+        return self.proj(y)
+"""
+SCHEDULED = """\
+    if hp.warmdown_frac > 0:
+        return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)
+"""
+MUON = """\
+    muon = Muon(
+        params["matrix"],
+        lr=hp.matrix_lr,
+        momentum=hp.muon_momentum,
+        backend_steps=hp.muon_backend_steps,
+        dtype=gpt.dtype,
+        compiled=compiled,
+    )
+"""
+EDITS = {
+    "leaky_relu": [("F.relu(x).square()", "F.leaky_relu(x, 0.5).square()")],
+    "schedule": [
+        (
+            SCHEDULED,
+            "    return min((1 - progress(hp, step, elapsed_ms)) / 0.5, 1.0)\n" + SCHEDULED,
+        )
+    ],
+    "final_gain": [
+        (BEFORE_INIT, f"        self.final_gain = nn.Parameter(torch.ones(D))\n{BEFORE_INIT}"),
+        (LAST_NORM, f"{LAST_NORM}        x = x * self.final_gain.to(x.dtype)\n"),
+        (GROUPS, f'{GROUPS}OPTIMIZER_GROUPS |= {{"final_gain": "scalar"}}\n'),
+    ],
+    "silu": [("F.relu(x).square()", "F.silu(x)")],
+    "swiglu": [
+        (MLP, SWIGLU),
+        (RELU_SQUARED, "        x = F.silu(self.gate(x)) * self.fc(x)\n"),
+    ],
+    "untied": [("tie_embeddings: bool = True", "tie_embeddings: bool = False")],
+    "output_gate": [
+        (
+            "        self.q_gain = nn.Parameter",
+            "        self.c_g = CastedLinear(D, D, bias=False)\n        self.q_gain = nn.Parameter",
+        ),
+        (PROJECTED, PROJECTED.replace("D)\n", "D) * torch.sigmoid(self.c_g(x))\n")),
+    ],
+    "bigram": [
+        (BEFORE_INIT, f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}"),
+        (
+            LOOKUP,
+            "        previous = F.pad(input_ids[:, :-1], (1, 0))\n"
+            "        pairs = F.embedding((31 * previous + input_ids) % 512, self.bigram)\n"
+            "        x = rms_norm((self.tok_emb(input_ids) + pairs).to(self.dtype))\n",
+        ),
+        (GROUPS, f'{GROUPS}OPTIMIZER_GROUPS |= {{"bigram": "embed"}}\n'),
+    ],
+    "codec": [
+        ("zlib.compress(data, 9)", "lzma.compress(data)"),
+        ("zlib.decompress(data)", "lzma.decompress(data)"),
+        ("import zlib\n", "import lzma\n"),
+    ],
+    "dropout": [(LAST_NORM, f"        x = F.dropout(x, 0.1, self.training)\n{LAST_NORM}")],
+    "ten_layers": [("num_layers: int = 9", "num_layers: int = 10")],
+    "positions": [
+        (
+            BEFORE_INIT,
+            "        self.positions = nn.Parameter(torch.zeros(hp.train_seq_len, D))\n"
+            + BEFORE_INIT,
+        ),
+        (
+            "        x0 = x\n",
+            "        x = x + self.positions[: input_ids.size(1)].to(x.dtype)\n        x0 = x\n",
+        ),
+        (ROTATED, "        q, k = rms_norm(q), rms_norm(k)\n"),
+        (GROUPS, f'{GROUPS}OPTIMIZER_GROUPS |= {{"positions": "embed"}}\n'),
+    ],
+    "sgd": [
+        (MUON, '    muon = torch.optim.SGD(params["matrix"], lr=0.01, momentum=0.9)\n'),
+    ],
+}
+TOGETHER = [
+    "final_gain", "swiglu", "untied", "output_gate", "codec", "dropout", "ten_layers", "schedule",
+]  # fmt: skip
+
+
+def edit_script(source: str, names: list[str]) -> str:
+    """Return the source with these edits."""
+    for name in names:
+        for old, new in EDITS[name]:
+            if source.count(old) != 1:
+                raise ValueError(f"{name}: {old!r} occurs {source.count(old)} times")
+            source = source.replace(old, new)
+    return source
