@@ -108,15 +108,13 @@ def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(
 def test_the_current_rates_apply_and_the_rest_of_a_group_is_restored(long_knobs):
     state = train_gpt.new_state(Hyperparameters.from_env(long_knobs), ALONE)
     train_step(state)
-    state.optimizers[1].param_groups[0]["custom"] = 5
-    new = {"SCALAR_LR": "0.5", "MATRIX_LR": "0.25", "BETA1": "0.75", "ADAM_EPS": "0.125"}
-    other = train_gpt.new_state(
-        Hyperparameters.from_env({**long_knobs, **new, "MUON_BACKEND_STEPS": "3"}), ALONE
-    )
+    state.optimizers[0].param_groups[-1]["custom"] = 5
+    new = {"SCALAR_LR": "0.5", "BETA1": "0.75", "ADAM_EPS": "0.125"}
+    other = train_gpt.new_state(Hyperparameters.from_env({**long_knobs, **new}), ALONE)
     other.load_state_dict(state.state_dict())
-    (_, scalar), (matrix,) = (optimizer.param_groups for optimizer in other.optimizers)
+    scalar = other.optimizers[0].param_groups[-1]
     assert (scalar["base_lr"], scalar["betas"][0], scalar["eps"]) == (0.5, 0.75, 0.125)
-    assert (matrix["base_lr"], matrix["backend_steps"], matrix["custom"]) == (0.25, 3, 5)
+    assert scalar["custom"] == 5
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
 
 def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(copied, long_knobs):
     before = (copied / CHECKPOINT).read_bytes()
-    environ = {**long_knobs, "MATRIX_LR": "1e30", "RESUME": "auto", "TRAIN_LOG_EVERY": "0"}
+    environ = {**long_knobs, "SCALAR_LR": "1e30", "RESUME": "auto", "TRAIN_LOG_EVERY": "0"}
     result = run_here(copied, {**environ, "CHECKPOINT_EVERY": "6"})
     assert "\nWARNING: no checkpoint: " in result.stdout
     assert (result.returncode, result.stderr) == (1, "")  # a finished run is still scored

@@ -55,7 +55,7 @@ def warnings(hp: Hyperparameters) -> str:
 def test_a_parameter_that_three_warm_up_steps_do_not_change_is_named(hp, monkeypatch):
     """But not a frozen one."""
     monkeypatch.setattr(train_gpt, "CausalSelfAttention", ScaledAttention)
-    hp = dataclasses.replace(hp, warmup_steps=3, num_layers=1)
+    hp = dataclasses.replace(hp, warmup_steps=3, num_layers=1, tie_embeddings=True)
     assert warnings(hp) == ""  # `one` changes in step 3
     monkeypatch.setattr(ScaledAttention, "start", 0.0)
     named = [word for word in warnings(hp).split() if word.startswith("blocks.")]

@@ -25,7 +25,7 @@ def test_a_forecast_adds_artifact_and_packed_code(tmp_path, sizes_of):
     num_params, artifact, packed, left = sizes_of(SCRIPT, "0.3")
     assert 0.5 * num_params < artifact == 16_000_000 - packed - left
     assert packed == len(pack.pack(pack.minify(SCRIPT.read_text())))
-    assert sizes_of(SCRIPT, "0.01")[1] < 0.8 * artifact  # small weights use fewer levels
+    assert sizes_of(SCRIPT, "0.01")[1] < 0.97 * artifact  # small weights use fewer levels
     script = tmp_path / "train_gpt.py"
     script.write_text(SCRIPT.read_text().replace("= 16_000_000", "= 1000"))
     sizes_of(script, "0.3", code=1)

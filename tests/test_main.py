@@ -48,7 +48,8 @@ def contract_lines(dataset: Path, tokenizer: Path) -> list[str]:
         r"world_size:1 grad_accum_steps:8",
         r"sdp_backends:cudnn=False flash=True mem_efficient=True math=True",
         r"attention_mode:gqa num_heads:4 num_kv_heads:2",
-        r"tie_embeddings:True embed_lr:0\.05 head_lr:0\.0 matrix_lr:0\.04 scalar_lr:0\.04",
+        r"tie_embeddings:(True embed_lr:0\.05 head_lr:0\.0|False embed_lr:0\.6 head_lr:0\.008) "
+        r"matrix_lr:0\.04 scalar_lr:0\.04",
         r"train_batch_tokens:512 train_seq_len:32 iterations:6 warmup_steps:2 "
         r"max_wallclock_seconds:0\.000",
         r"seed:1337",
