@@ -634,7 +634,7 @@ class DistributedTokenLoader:
 
 # ---- Runtime ---------------------
 class Log:
-    """Writes lines to the console and a file. Lines wait for open(), which only rank 0 calls."""
+    """Writes lines to the console and a file. Keeps them until open(), which rank 0 alone calls."""
 
     file: TextIO | None = None
     is_terminal = False
@@ -684,7 +684,7 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype  # of activations and of Muon's updates
     compiled: bool
-    source: bytes = b""  # this file, as the run began
+    source: bytes = b""  # of this file, when the run began
     log: Log = field(default_factory=Log)
 
     def gather(self, value: Any) -> list[Any]:
@@ -815,7 +815,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
 
 
 def is_their_tokenizer(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
-    """Whether the tokenizer made these tokens: it decodes and encodes most documents unchanged."""
+    """Return whether most documents come back unchanged when decoded and encoded again."""
     starts = np.flatnonzero(tokens == tokenizer.bos_id())
     documents = [document.tolist() for document in np.split(tokens, starts)[1:-1]]
     documents = [[i for i in ids if not tokenizer.IsControl(i)] for ids in documents]
@@ -849,7 +849,7 @@ class Validation:
         self.is_tokenizer_right = is_their_tokenizer(tokenizer, tokens[:100_000].numpy())
 
     def bits_per_byte(self, loss: float) -> float:
-        """loss: mean nats per target token."""
+        """Convert a mean loss in nats per token."""
         return loss / math.log(2) * (len(self.tokens) - 1) / self.num_bytes
 
     def format(self, loss: float, *, digits: int = 4, times: str = "", stride: int = 0) -> str:
@@ -912,7 +912,7 @@ def log_artifact_score(result: dict[str, Any], validation: Validation, runtime: 
 
 # ---- Export ----------------------
 SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
-INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # quantizing smaller tensors gains nothing
+INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
 INT8_CLIP_QUANTILE = 0.9999984
 INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 12 levels a side
 
@@ -1018,22 +1018,21 @@ def serialize(obj: Any) -> bytes:
 
 
 def deserialize(data: bytes, name: str) -> dict[str, Any]:
-    """Decompress if needed, then load. Runs no code from the file. Damage is an InputError."""
+    """Decompress if needed, then load. Runs no code from the file. Raises InputError on damage."""
     try:
         if not data.startswith(b"PK"):  # as files of torch.save do
             data = decompress(data)
         if zipfile.ZipFile(io.BytesIO(data)).testzip() is not None:  # torch.load ignores checksums
             raise zipfile.BadZipFile
         return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except Exception as error:  # of any type: a player may have another codec
-        # torch's own text would advise to run the file's code.
+    except Exception as error:  # of any type. torch's own text advises to run the file's code
         text = "" if isinstance(error, pickle.UnpicklingError) else f": {error}"
         problem = f"{name} is damaged or not a model file"
         raise InputError(f"{problem}: {type(error).__name__}{text}") from None
 
 
 def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
-    """Load a state_dict. name: of its file, for the error if the model is another one."""
+    """Load a state_dict. name: of its file, for the error if names or shapes differ."""
     try:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
@@ -1153,7 +1152,7 @@ class TrainingState:
 
 
 def new_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
-    """The state before the first step, for a given seed always the same."""
+    """The state before the first step. SEED alone determines it."""
     random.seed(hp.seed)
     np.random.seed(hp.seed)
     torch.manual_seed(hp.seed)  # CPU and CUDA
@@ -1193,7 +1192,9 @@ def load_checkpoint(state: TrainingState) -> None:
         saved = deserialize(path.read_bytes(), name)
         if "optimizers" not in saved:
             raise InputError(f"{name} is not a checkpoint: set it to a file in checkpoints/")
-    elif runtime.rank == 0 and hp.resume not in ("", "auto"):
+    elif hp.resume == "auto":
+        runtime.log(f"resume:{path} does not exist, a new run begins")
+    elif runtime.rank == 0 and hp.resume != "":
         raise InputError(f"{name} is not a file")
     saved = runtime.broadcast(saved)
     if saved is None:
@@ -1233,7 +1234,7 @@ def train_step(state: TrainingState) -> Tensor:
 
 
 def check_training(state: TrainingState, start: Mapping[str, Tensor], num_steps: int) -> None:
-    """Find parameters that do not train."""
+    """Raise InputError for a parameter without a gradient; warn of one that did not change."""
     for name, param in state.gpt.named_parameters():
         if param.requires_grad and param.grad is None:
             raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
@@ -1359,7 +1360,7 @@ def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
     command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode != 0:
-        raise InputError(f"PRESET=demo: {script} failed")
+        raise InputError(f"PRESET=demo: {script} failed, see above")
     runtime.log(result.stdout.rstrip())
 
 
@@ -1367,7 +1368,6 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     hp = gpt.hp
     cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
     tied = hp.tie_embeddings
-    num_params = sum(param.numel() for param in gpt.parameters())
     num_tokens = f"tokens:{len(validation.tokens) - 1} {validation.partial}".rstrip()
     defaults = asdict(Hyperparameters(run_id=hp.run_id))  # RUN_ID is random and left out
     changed = [f"{k.upper()}={value}" for k, value in asdict(hp).items() if value != defaults[k]]
@@ -1377,7 +1377,7 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"train_shards:{len(glob.glob(hp.files('train')))}\n"
         f"val_loader:shards pattern={os.path.join(hp.data_path, 'fineweb_val_*.bin')} "
         f"{num_tokens}\n"
-        f"model_params:{num_params}\n"
+        f"model_params:{sum(param.numel() for param in gpt.parameters())}\n"
         f"world_size:{runtime.world_size} grad_accum_steps:{hp.batch_slots // runtime.world_size}\n"
         f"sdp_backends:cudnn={cudnn} flash=True mem_efficient=True math=True\n"
         f"attention_mode:gqa num_heads:{hp.num_heads} num_kv_heads:{hp.num_kv_heads}\n"
@@ -1397,7 +1397,7 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
 
 
 def open_log(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Open rank 0's log. No earlier, so that input errors leave no file."""
+    """Open rank 0's log: late, so that an input error leaves no file."""
     if runtime.rank == 0:
         runtime.log.open(Path(hp.output_dir, "logs", f"{hp.run_id}.txt"), runtime.source)
 
@@ -1432,7 +1432,7 @@ def export_and_score(state: TrainingState, validation: Validation, loss: float) 
     if runtime.rank == 0:
         artifact = export(state.gpt, hp, runtime)
         is_written = write_file(path, artifact, runtime.log)
-    load_weights(state.gpt, runtime.broadcast(artifact), "final_model.int8.ptz")
+    load_weights(state.gpt, runtime.broadcast(artifact), "the exported artifact")
     result = score(state.model, validation, runtime)
     if runtime.rank == 0:
         code = len(runtime.source)
