@@ -612,7 +612,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class DistributedTokenLoader:
-    """Gives each rank its own part of one token stream. Any number of ranks reads the same step."""
+    """Gives each rank its own part of one token stream. A step reads the same tokens for any W."""
 
     def __init__(
         self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
