@@ -1281,12 +1281,12 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
     """Log a step that is due. Show the step and the time left on a terminal."""
     hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
     name = f"step:{state.step}/{hp.iterations}"
+    done = progress(hp, state.step, stopwatch.elapsed_ms())
     if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
         loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
         runtime.log(f"{name} train_loss:{loss:.4f} {stopwatch.report(state.step)}")
-        if not math.isfinite(loss) and state.step < hp.iterations:
+        if not math.isfinite(loss) and done < 1:  # a finished run is exported
             raise InputError(f"{name} train_loss is {loss}: set lower learning rates")
-    done = progress(hp, state.step, stopwatch.elapsed_ms())
     minutes_left = stopwatch.elapsed_ms() * (1 / done - 1) / 60_000
     cap = f", cap {hp.max_wallclock_seconds:.0f} s" if hp.max_wallclock_seconds > 0 else ""
     runtime.log.status(f"{minutes_left:.1f} min left, {name}{cap}")

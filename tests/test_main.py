@@ -236,6 +236,20 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path, knobs, monkeypatc
     assert result.stdout.splitlines()[-1].startswith(f"step:4/6 train_loss:{value} ")
 
 
+def test_a_loss_that_is_not_finite_at_the_cap_is_exported(tmp_path, knobs, monkeypatch):
+    """The training is over."""
+
+    def train_step(state, train_step=train_gpt.train_step):
+        if state.step < 3:
+            return train_step(state)
+        state.stopwatch.before_ms += 10**6
+        return train_step(state) + torch.nan
+
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    lines = finished(run_here(tmp_path, {**knobs, "MAX_WALLCLOCK_SECONDS": "100"}))
+    assert any(line.startswith("step:4/6 train_loss:nan ") for line in lines)
+
+
 def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knobs, monkeypatch):
     def export(gpt, *arguments, export=train_gpt.export):
         gpt.tok_emb.weight.data.fill_(torch.nan)
