@@ -369,13 +369,15 @@ class GPT(nn.Module):
             if skips:  # an odd L leaves the last layer without a mirror
                 x = x + self.skip_weights[i].to(x.dtype) * skips.pop()
             x = block(x, x0, cos, sin)
-        x = rms_norm(x).flatten(0, 1)
-        if self.lm_head is None:
-            logits = F.linear(x, self.tok_emb.weight.to(x.dtype))
-        else:
-            logits = self.lm_head(x)
+        logits = self.output(rms_norm(x).flatten(0, 1))
         softcap = self.hp.logit_softcap
         return (softcap * torch.tanh(logits / softcap)).float()
+
+    def output(self, x: Tensor) -> Tensor:
+        """The output layer, tied or not: (n, D) -> (n, V)."""
+        if self.lm_head is None:
+            return F.linear(x, self.tok_emb.weight.to(x.dtype))
+        return self.lm_head(x)
 
 
 # ---- Optimizers ------------------
@@ -890,12 +892,18 @@ def evaluate(
     return sum(runtime.gather(total.item())) / num_targets
 
 
+def final_loss(model: nn.Module, validation: Validation, stride: int, runtime: Runtime) -> float:
+    """Mean loss in nats of the final score. Test-time training, for example, belongs here."""
+    hp = validation.hp
+    return evaluate(model, validation.tokens, stride, hp, runtime)
+
+
 def score(model: nn.Module, validation: Validation, runtime: Runtime) -> dict[str, Any]:
     """The final score, as final_result.json has it."""
     hp = validation.hp
     started = time.perf_counter()
     stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
-    loss = evaluate(model, validation.tokens, stride, hp, runtime)
+    loss = final_loss(model, validation, stride, runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
     result = {"val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "eval_ms": eval_ms}
     return {**result, "stride": stride, "partial": validation.partial}
@@ -1138,8 +1146,8 @@ class TrainingState:
         }
         return copy_tensors(state, "cpu")
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.gpt.load_state_dict(saved["model"])
+    def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
+        load_model(self.gpt, saved["model"], name)
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
             load_optimizer(optimizer, saved_optimizer)
         self.loader.stream.shard, self.loader.stream.position = saved["stream"]
@@ -1199,8 +1207,7 @@ def load_checkpoint(state: TrainingState) -> None:
     saved = runtime.broadcast(saved)
     if saved is None:
         return
-    load_model(state.gpt, saved["model"], name)
-    state.load_state_dict(saved)
+    state.load_state_dict(saved, name)
     old = {**saved["knobs"], "resume": hp.resume}
     changes = [f"{k.upper()}:{old.get(k)}->{v}" for k, v in asdict(hp).items() if old.get(k) != v]
     runtime.log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
@@ -1233,15 +1240,11 @@ def train_step(state: TrainingState) -> Tensor:
     return total_loss
 
 
-def check_training(state: TrainingState, start: Mapping[str, Tensor], num_steps: int) -> None:
-    """Raise InputError for a parameter without a gradient; warn of one that did not change."""
-    for name, param in state.gpt.named_parameters():
+def check_gradients(gpt: GPT) -> None:
+    """Raise InputError for a parameter without a gradient."""
+    for name, param in gpt.named_parameters():
         if param.requires_grad and param.grad is None:
             raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
-        # Below zero-initialized layers the first change is in step 3: fewer steps prove nothing.
-        must_change = param.requires_grad and num_steps >= 3
-        if must_change and torch.equal(param.cpu(), start[name]):
-            state.runtime.log(f"WARNING: {name} does not train: the warm-up did not change it")
 
 
 def warm_up(state: TrainingState) -> None:
@@ -1254,8 +1257,8 @@ def warm_up(state: TrainingState) -> None:
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
         train_step(state)
-        if step in (1, num_steps):  # DDP refuses a second step if a gradient is missing
-            check_training(state, start["model"], step)
+        if step == 1:  # DDP refuses a second step if a gradient is missing
+            check_gradients(state.gpt)
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
     state.load_state_dict(start)
@@ -1340,10 +1343,8 @@ def finish(state: TrainingState, validation: Validation) -> float:
     if state.step < hp.iterations:
         train_time = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms"
         runtime.log(f"stopping_early: wallclock_cap {train_time} step:{state.step}/{hp.iterations}")
-    digests = runtime.gather(hashlib.sha256(weights).hexdigest())
-    strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if strays:
-        runtime.log(f"WARNING: replicas: the weights of ranks {strays} differ from rank 0's")
+    if len(set(runtime.gather(hashlib.sha256(weights).hexdigest()))) > 1:
+        runtime.log("WARNING: replicas: the ranks have different weights")
     elif runtime.world_size > 1:
         runtime.log("replicas:identical")
     if runtime.device.type == "cuda":
@@ -1392,8 +1393,7 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"cpu_threads:{torch.get_num_threads()}"
     )
     if not validation.is_tokenizer_right:
-        problem = f"TOKENIZER_PATH={hp.tokenizer_path!r} did not make these shards"
-        runtime.log(f"WARNING: {problem}, val_bpb is wrong: set it to the tokenizer that did")
+        runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
 
 
 def open_log(hp: Hyperparameters, runtime: Runtime) -> None:
