@@ -15,6 +15,7 @@ Letters in shapes: B sequences in a micro-batch, T sequence length, D model widt
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
+import atexit
 import contextlib
 import glob
 import hashlib
@@ -23,7 +24,6 @@ import io
 import json
 import math
 import os
-import pickle
 import random
 import shlex
 import shutil
@@ -32,14 +32,14 @@ import subprocess
 import sys
 import time
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, get_type_hints
 from uuid import uuid4
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: waiting threads do not spin
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ import torch.nn.functional as F
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 
 class InputError(ValueError):
@@ -144,14 +145,19 @@ class Hyperparameters:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
-        """The environment overrides the preset, which overrides the defaults."""
+        """Knobs of the environment, else the preset, else the file of EVAL_ONLY or RESUME."""
         texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
         if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
             patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
             texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
         types = get_type_hints(cls)
         given = [name for name in types if name.upper() in texts]
-        hp = cls(**{name: parse_knob(name, types[name], texts[name.upper()]) for name in given})
+        values = {name: parse_knob(name, types[name], texts[name.upper()]) for name in given}
+        hp = cls(**values)
+        path = hp.checkpoint_path() if hp.resume == "auto" else Path(hp.eval_only or hp.resume)
+        new = {"run_id", "output_dir", "resume", "eval_only", *values}
+        saved = {k: v for k, v in saved_knobs(path).items() if k in types.keys() - new}
+        hp = replace(hp, **saved)
         hp.check()
         if hp.resume == "auto" and "RUN_ID" not in environ:
             raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
@@ -174,6 +180,7 @@ class Hyperparameters:
             ("model_dim", self.model_dim % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
             ("num_kv_heads", H % self.num_kv_heads == 0, f"a divisor of NUM_HEADS={H}"),
             ("train_batch_tokens", self.train_batch_tokens % unit == 0, f"a multiple of {units}"),
+            ("iterations", self.iterations >= 0, "0 or more"),
             ("val_batch_size", self.val_batch_size >= unit, f"at least {units}"),
             ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
         ]
@@ -498,11 +505,9 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
         dtype=gpt.dtype,
         compiled=compiled,
     )
-    optimizers = [adam, muon]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["base_lr"] = group["lr"]
-    return optimizers
+    for group in adam.param_groups + muon.param_groups:
+        group["base_lr"] = group["lr"]
+    return [adam, muon]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -635,23 +640,23 @@ class DistributedTokenLoader:
 
 
 # ---- Runtime ---------------------
+@dataclass
 class Log:
     """Writes lines to the console and a file. Keeps them until open(), which rank 0 alone calls."""
 
+    waiting: list[str] = field(default_factory=list)
     file: TextIO | None = None
-    is_terminal = False
-    next_status = 0.0
-
-    def __init__(self) -> None:
-        self.waiting: list[str] = []
+    is_terminal: bool = False
+    next_status: float = 0.0  # time.monotonic()
 
     def open(self, path: Path, source: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        atexit.register(self.file.close)
         self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        head = [source.decode(), "=" * 100, versions, subprocess.getoutput("nvidia-smi"), "=" * 100]
-        print(*head, sep="\n", file=self.file)
+        gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
+        print(source.decode(), "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
         for line in (str(path), *self.waiting):
             self(line)
 
@@ -795,10 +800,9 @@ class Stopwatch:
 
 
 # ---- Evaluation ------------------
-# The score is in bits per byte (BPB): the cross-entropy of the validation text in bits, over its
-# length in bytes, so that tokenizers can be compared. In windows of T tokens side by side, the
-# first targets have almost no context. Sliding windows begin EVAL_STRIDE tokens apart, overlap, and
-# score only targets that no earlier window scores: nearly all see at least T - EVAL_STRIDE tokens.
+# Scores are in bits per byte (BPB): cross-entropy in bits over the length of the text in bytes.
+# Windows side by side give their first targets almost no context. Sliding windows begin EVAL_STRIDE
+# tokens apart and score only targets that no earlier window scores.
 def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
     size = tokenizer.vocab_size()
@@ -1010,13 +1014,7 @@ def decompress(data: bytes) -> bytes:
 
 def copy_tensors(value: Any, device: torch.device | str) -> Any:
     """Copy value, with all its tensors on the device."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: copy_tensors(part, device) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copy_tensors(part, device) for part in value)
-    return value
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), value)
 
 
 def serialize(obj: Any) -> bytes:
@@ -1030,13 +1028,10 @@ def deserialize(data: bytes, name: str) -> dict[str, Any]:
     try:
         if not data.startswith(b"PK"):  # as files of torch.save do
             data = decompress(data)
-        if zipfile.ZipFile(io.BytesIO(data)).testzip() is not None:  # torch.load ignores checksums
-            raise zipfile.BadZipFile
         return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except Exception as error:  # of any type. torch's own text advises to run the file's code
-        text = "" if isinstance(error, pickle.UnpicklingError) else f": {error}"
-        problem = f"{name} is damaged or not a model file"
-        raise InputError(f"{problem}: {type(error).__name__}{text}") from None
+    except Exception as error:  # of any type; torch's text goes on with unsafe advice
+        problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+        raise InputError(f"{name} is damaged or not a model file: {problem}") from None
 
 
 def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
@@ -1047,6 +1042,15 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
         problem = " ".join(str(error).split())[:300]
         advice = "use the script, recipes and knobs of its training (see final_result.json)"
         raise InputError(f"{name} does not fit: {advice}: {problem}") from None
+
+
+def saved_knobs(path: Path) -> dict[str, Any]:
+    """Knobs of the run that wrote this file: a checkpoint's own, or the final_result.json's."""
+    result = path.parent / "final_result.json"
+    knobs = deserialize(path.read_bytes(), str(path)).get("knobs") if path.is_file() else {}
+    if knobs is None and result.is_file():
+        knobs = json.loads(result.read_bytes())["knobs"]
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in (knobs or {}).items()}
 
 
 def load_weights(gpt: nn.Module, data: bytes, name: str) -> bool:
@@ -1175,9 +1179,6 @@ def new_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
 def save_checkpoint(state: TrainingState) -> bool:
     """Pause the clock and write the checkpoint, on rank 0. Returns False if that fails."""
     state.stopwatch.pause()
-    if not all(param.isfinite().all() for param in state.gpt.parameters()):
-        state.runtime.log("WARNING: no checkpoint: the weights are not finite")
-        return False
     if state.runtime.rank != 0:
         return True
     path = state.hp.checkpoint_path()
@@ -1192,22 +1193,21 @@ def load_checkpoint(state: TrainingState) -> None:
     """Resume from the checkpoint that RESUME names, if any."""
     hp, runtime = state.hp, state.runtime
     path = hp.checkpoint_path() if hp.resume in ("", "auto") else Path(hp.resume)
-    name = f"RESUME={str(path)!r}"
     saved = None
     if runtime.rank == 0 and path.is_file():
         if hp.resume == "":
             raise InputError(f"{path} exists: set RESUME=auto or another RUN_ID")
-        saved = deserialize(path.read_bytes(), name)
+        saved = deserialize(path.read_bytes(), str(path))
         if "optimizers" not in saved:
-            raise InputError(f"{name} is not a checkpoint: set it to a file in checkpoints/")
+            raise InputError(f"{path} is not a checkpoint: set RESUME to a file in checkpoints/")
     elif hp.resume == "auto":
         runtime.log(f"resume:{path} does not exist, a new run begins")
     elif runtime.rank == 0 and hp.resume != "":
-        raise InputError(f"{name} is not a file")
+        raise InputError(f"RESUME={hp.resume!r} is not a file")
     saved = runtime.broadcast(saved)
     if saved is None:
         return
-    state.load_state_dict(saved, name)
+    state.load_state_dict(saved, str(path))
     old = {**saved["knobs"], "resume": hp.resume}
     changes = [f"{k.upper()}:{old.get(k)}->{v}" for k, v in asdict(hp).items() if old.get(k) != v]
     runtime.log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
@@ -1240,13 +1240,6 @@ def train_step(state: TrainingState) -> Tensor:
     return total_loss
 
 
-def check_gradients(gpt: GPT) -> None:
-    """Raise InputError for a parameter without a gradient."""
-    for name, param in gpt.named_parameters():
-        if param.requires_grad and param.grad is None:
-            raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
-
-
 def warm_up(state: TrainingState) -> None:
     """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
     wanted = state.hp.warmup_steps
@@ -1257,8 +1250,9 @@ def warm_up(state: TrainingState) -> None:
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
         train_step(state)
-        if step == 1:  # DDP refuses a second step if a gradient is missing
-            check_gradients(state.gpt)
+        for name, param in state.gpt.named_parameters():  # DDP refuses a second step without one
+            if param.requires_grad and param.grad is None:
+                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
     state.load_state_dict(start)
@@ -1359,9 +1353,9 @@ def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
     """Build the demo's data, unless it exists."""
     script = Path(__file__).with_name("data") / "demo_corpus.py"
     command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
-        raise InputError(f"PRESET=demo: {script} failed, see above")
+        raise InputError(f"PRESET=demo: {result.stderr.strip()}")
     runtime.log(result.stdout.rstrip())
 
 
@@ -1371,7 +1365,9 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     tied = hp.tie_embeddings
     num_tokens = f"tokens:{len(validation.tokens) - 1} {validation.partial}".rstrip()
     defaults = asdict(Hyperparameters(run_id=hp.run_id))  # RUN_ID is random and left out
-    changed = [f"{k.upper()}={value}" for k, value in asdict(hp).items() if value != defaults[k]]
+    changed = {k.upper(): value for k, value in asdict(hp).items() if value != defaults[k]}
+    given = {*os.environ, *PRESETS[os.environ.get("PRESET", "")]}  # the others: by saved_knobs
+    knobs = [f"{'' if k in given else 'file:'}{k}={value}" for k, value in changed.items()]
     runtime.log(
         f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}\n"
         f"train_loader:dataset:{Path(hp.data_path).resolve().name} "
@@ -1387,8 +1383,7 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"train_batch_tokens:{hp.train_batch_tokens} train_seq_len:{hp.train_seq_len} "
         f"iterations:{hp.iterations} warmup_steps:{hp.warmup_steps} "
         f"max_wallclock_seconds:{hp.max_wallclock_seconds:.3f}\n"
-        f"seed:{hp.seed}\n"
-        f"knobs:{' '.join(changed)}\n"
+        f"seed:{hp.seed}\nknobs:{' '.join(knobs)}\n"
         f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
         f"cpu_threads:{torch.get_num_threads()}"
     )
@@ -1398,19 +1393,21 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
 
 def open_log(hp: Hyperparameters, runtime: Runtime) -> None:
     """Open rank 0's log: late, so that an input error leaves no file."""
-    if runtime.rank == 0:
-        runtime.log.open(Path(hp.output_dir, "logs", f"{hp.run_id}.txt"), runtime.source)
+    try:
+        if runtime.rank == 0:
+            runtime.log.open(Path(hp.output_dir, "logs", f"{hp.run_id}.txt"), runtime.source)
+    except OSError as error:
+        raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
 
 
 def score_file(hp: Hyperparameters, runtime: Runtime) -> int:
     """Score the weights of the file EVAL_ONLY. Returns the exit code."""
-    name = f"EVAL_ONLY={hp.eval_only!r}"
     if runtime.rank == 0 and not os.path.isfile(hp.eval_only):
-        raise InputError(f"{name} is not a file")
+        raise InputError(f"EVAL_ONLY={hp.eval_only!r} is not a file")
     validation = Validation(hp)
     gpt = GPT(hp, runtime.dtype).to(runtime.device)
     data = Path(hp.eval_only).read_bytes() if runtime.rank == 0 else b""
-    is_artifact = load_weights(gpt, runtime.broadcast(data), name)
+    is_artifact = load_weights(gpt, runtime.broadcast(data), hp.eval_only)
     log_settings(gpt, validation, runtime)
     runtime.log(f"eval_only:{hp.eval_only}")
     open_log(hp, runtime)
@@ -1427,8 +1424,7 @@ def export_and_score(state: TrainingState, validation: Validation, loss: float) 
     """Export on rank 0, score the artifact on all ranks, return the exit code. loss: before it."""
     hp, runtime = state.hp, state.runtime
     path = Path(hp.output_dir, "final_model.int8.ptz")
-    artifact = b""
-    is_written = True
+    artifact, is_written = b"", True
     if runtime.rank == 0:
         artifact = export(state.gpt, hp, runtime)
         is_written = write_file(path, artifact, runtime.log)
@@ -1442,7 +1438,13 @@ def export_and_score(state: TrainingState, validation: Validation, loss: float) 
         facts |= {"world_size": runtime.world_size, "torch": torch.__version__}
         data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
         write_file(path.with_name("final_result.json"), data, runtime.log)
+        names = ("final_model.pt", path.name, "final_result.json")
+        runtime.log(f"files: {shlex.join(str(path.with_name(name)) for name in names)}")
         runtime.log(f"let it write: python tests/tools/sample.py {shlex.quote(str(path))}")
+        demo = Path(hp.data_path, "demo_corpus.json")
+        if demo.is_file():
+            lzma = json.loads(demo.read_bytes())["lzma_bpb"]
+            runtime.log(f"demo: {result['val_bpb']:.4f} bits per byte, the best lzma {lzma:.4f}")
     log_artifact_score(result, validation, runtime)
     return int(not is_written or not math.isfinite(result["val_loss"]))
 
@@ -1471,13 +1473,11 @@ def run() -> int:
 
 def main() -> None:
     if sys.argv[1:] == ["--help"]:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for --help | head
         print(__doc__, inspect.getsource(Hyperparameters).split("    def ")[0], sep="\n")
         return
     if len(sys.argv) > 1:
-        print(f"{sys.argv[1]!r}: knobs are environment variables, see --help", file=sys.stderr)
-        sys.exit(2)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt with its traceback
+        sys.exit(f"{sys.argv[1]!r}: knobs are environment variables, see --help")
     try:
         code = run()
         if dist.is_initialized():

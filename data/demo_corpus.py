@@ -13,6 +13,7 @@ import ast
 import hashlib
 import lzma
 import platform
+import sys
 import sysconfig
 import warnings
 from pathlib import Path
@@ -82,7 +83,8 @@ def sha256_sums(dataset: Path, tokenizer: Path) -> dict[str, str]:
 def is_whole(dataset: Path, tokenizer: Path) -> bool:
     """Return whether all files are there and match the manifest."""
     try:
-        return read_json(dataset / MANIFEST)["sha256"] == sha256_sums(dataset, tokenizer)
+        facts = read_json(dataset / MANIFEST)
+        return "lzma_bpb" in facts and facts["sha256"] == sha256_sums(dataset, tokenizer)
     except (OSError, ValueError):
         return False
 
@@ -105,7 +107,7 @@ def build(documents: list[str], dataset: Path, tokenizer: Path) -> None:
         "documents": len(documents),
         "text_bytes": sum(len(text.encode()) for text in documents),
         "validation_bytes": len(val_text),
-        "lzma_bytes": strongest_lzma(val_text),
+        "lzma_bpb": 8 * strongest_lzma(val_text) / len(val_text),
         "sha256": sha256_sums(dataset, tokenizer),
     }
     write_json(dataset / MANIFEST, facts)
@@ -117,13 +119,16 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=HERE / "tokenizers/demo_1024_bpe.model")
     args = parser.parse_args()
     if not is_whole(args.dataset, args.tokenizer):
-        build(collect_documents(), args.dataset, args.tokenizer)
+        try:
+            build(collect_documents(), args.dataset, args.tokenizer)
+        except OSError as error:
+            sys.exit(f"{error}: make the folder writable, or start in a copy of the repository")
     facts = read_json(args.dataset / MANIFEST)
-    bits = 8 * facts["lzma_bytes"] / facts["validation_bytes"]
     counts = f"documents:{facts['documents']} bytes:{facts['text_bytes']}"
     print(f"demo_corpus:{counts} python:{facts['python']}")
     print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))
-    print(f"demo_corpus:lzma_bpb:{bits:.4f} (lzma on {facts['validation_bytes']} validation bytes)")
+    yardstick = f"(lzma on {facts['validation_bytes']} validation bytes)"
+    print(f"demo_corpus:lzma_bpb:{facts['lzma_bpb']:.4f} {yardstick}")
 
 
 if __name__ == "__main__":

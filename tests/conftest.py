@@ -217,7 +217,7 @@ def run_here(
         raise SystemExit(code)
 
     output, errors, code = io.StringIO(), io.StringIO(), 0
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
     handlers = {number: signal.getsignal(number) for number in numbers}
     home, threads = os.getcwd(), torch.get_num_threads()
     folder.mkdir(exist_ok=True)
@@ -234,6 +234,9 @@ def run_here(
             script.main()
         except SystemExit as end:
             code = end.code
+            if isinstance(code, str):  # as Python does
+                print(code, file=errors)
+                code = 1
     torch.set_num_threads(threads)
     os.chdir(home)
     for number, handler in handlers.items():

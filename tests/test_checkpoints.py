@@ -121,7 +121,7 @@ def test_the_current_rates_apply_and_the_rest_of_a_group_is_restored(long_knobs)
     ("changes", "words"),
     [
         ({}, f"{CHECKPOINT} exists: set RESUME=auto or another RUN_ID"),
-        ({"RESUME": "auto", "NUM_LAYERS": "2"}, f"RESUME='{CHECKPOINT}'"),
+        ({"RESUME": "auto", "NUM_LAYERS": "2"}, f"{CHECKPOINT} does not fit"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
@@ -133,15 +133,6 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
     result = run_here(copied, environ)
     failed(result, words)
     assert result.stdout == "" and not (copied / "logs").exists()
-    assert (copied / CHECKPOINT).read_bytes() == before
-
-
-def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(copied, long_knobs):
-    before = (copied / CHECKPOINT).read_bytes()
-    environ = {**long_knobs, "SCALAR_LR": "1e30", "RESUME": "auto", "TRAIN_LOG_EVERY": "0"}
-    result = run_here(copied, {**environ, "CHECKPOINT_EVERY": "6"})
-    assert "\nWARNING: no checkpoint: " in result.stdout
-    assert (result.returncode, result.stderr) == (1, "")  # a finished run is still scored
     assert (copied / CHECKPOINT).read_bytes() == before
 
 

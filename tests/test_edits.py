@@ -12,14 +12,13 @@ from conftest import (
     ALONE,
     ROOT,
     SCRIPT,
-    Lines,
     failed,
     process_environ,
     run_ranks,
     write_worker,
 )
 from edits import EDITS, TOGETHER, edit_script
-from torch import Tensor, nn
+from torch import nn
 
 import train_gpt
 from train_gpt import CausalSelfAttention, Hyperparameters, train_step
@@ -28,39 +27,6 @@ from train_gpt import CausalSelfAttention, Hyperparameters, train_step
 @pytest.fixture
 def hp(knobs, tmp_path) -> Hyperparameters:
     return Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(tmp_path)})
-
-
-# ---- Parameters that do not train ----------------------------------------------------------------
-class ScaledAttention(CausalSelfAttention):
-    """Two new parameters, below layers that start at zero, and a frozen one."""
-
-    start = 1.0
-
-    def __init__(self, hp: Hyperparameters, layer: int) -> None:
-        super().__init__(hp, layer)
-        self.one, self.two = nn.Parameter(torch.tensor(self.start)), nn.Parameter(torch.zeros(()))
-        self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
-
-    def forward(self, x: Tensor, *tables: Tensor) -> Tensor:
-        return super().forward(x * (1 + self.one * self.two), *tables)
-
-
-def warnings(hp: Hyperparameters) -> str:
-    """Run the warm-up. Returns its warnings."""
-    log = Lines()
-    train_gpt.warm_up(train_gpt.new_state(hp, dataclasses.replace(ALONE, log=log)))
-    return " ".join(line for line in log.text.splitlines() if "WARNING" in line)
-
-
-def test_a_parameter_that_three_warm_up_steps_do_not_change_is_named(hp, monkeypatch):
-    """But not a frozen one."""
-    monkeypatch.setattr(train_gpt, "CausalSelfAttention", ScaledAttention)
-    hp = dataclasses.replace(hp, warmup_steps=3, num_layers=1, tie_embeddings=True)
-    assert warnings(hp) == ""  # `one` changes in step 3
-    monkeypatch.setattr(ScaledAttention, "start", 0.0)
-    named = [word for word in warnings(hp).split() if word.startswith("blocks.")]
-    assert named == ["blocks.0.attn.one", "blocks.0.attn.two"]
-    assert warnings(dataclasses.replace(hp, warmup_steps=2)) == ""  # too early to say
 
 
 # Parameters that the loss does not depend on.

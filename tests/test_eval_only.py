@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import run_here, run_ranks, scores
 
+from train_gpt import Hyperparameters
+
 ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpoints/test.pt"
 
 
@@ -35,6 +37,20 @@ def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path,
     assert lines[-2].startswith("final_int8_zlib_roundtrip val_loss:")
     assert not any(line.startswith(("step:", "warmup_step:")) for line in lines)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "logs"]
+
+
+@pytest.mark.parametrize("name", [ARTIFACT, CHECKPOINT])
+def test_the_knobs_of_a_files_training_are_defaults(trained, tmp_path, quantized_knobs, name):
+    """The environment and the preset override them."""
+    lines = score(tmp_path, {"EVAL_STRIDE": "16"}, trained[0] / name)
+    (knobs,) = (line.split(":", 1)[1] for line in lines if line.startswith("knobs:"))
+    taken = {f"file:{knob}={quantized_knobs[knob]}" for knob in ("MODEL_DIM", "VOCAB_SIZE")}
+    assert {*taken, "EVAL_STRIDE=16"} < {*knobs.split()}
+    assert lines[-2 if name == ARTIFACT else -1].endswith(" stride:16")
+    for knob in ("EVAL_ONLY", "RESUME"):
+        hp = Hyperparameters.from_env({knob: str(trained[0] / name), "PRESET": "demo"})
+        assert (hp.model_dim, hp.val_loss_every, hp.vocab_size) == (128, 100, 384)
+        assert (hp.run_id != "test", hp.output_dir, hp.checkpoint_every) == (True, ".", 100)
 
 
 @pytest.mark.parametrize("name, ranks", [(MODEL, 0), (CHECKPOINT, 0), (CHECKPOINT, 2)])

@@ -86,7 +86,7 @@ def test_from_future_import_annotations_changes_nothing(monkeypatch):
         ("NUM_LAYERS", "three"), ("NUM_LAYERS", "3.0"), ("NUM_LAYERS", ""), ("MATRIX_LR", "fast"),
         ("NUM_LAYERS", "0"), ("NUM_KV_HEADS", "0"), ("BATCH_SLOTS", "0"), ("TRAIN_SEQ_LEN", "-8"),
         ("LOGIT_SOFTCAP", "0.0"), ("EVAL_STRIDE", "1025"), ("PRESET", "demmo"), ("DEVICE", "gpu"),
-        ("DTYPE", "fp16"), ("COMPILE", "yes"),
+        ("DTYPE", "fp16"), ("COMPILE", "yes"), ("ITERATIONS", "-1"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_one_line_with_its_variable_and_value(name, text):

@@ -5,6 +5,8 @@ import functools
 import json
 import os
 import re
+import shlex
+import subprocess
 import sys
 from dataclasses import asdict, fields, replace
 from multiprocessing.connection import wait
@@ -73,6 +75,7 @@ def contract_lines(dataset: Path, tokenizer: Path) -> list[str]:
         r"payload_ratio:\d+\.\d{2}x\)",
         r"Total submission size int8\+zlib: \d+ bytes",
         r"size_check:fits limit:16000000 bytes_left:\d+",
+        r"files: final_model\.pt final_model\.int8\.ptz final_result\.json",
         r"let it write: python tests/tools/sample\.py final_model\.int8\.ptz",
         rf"final_int8_zlib_roundtrip {SCORE} eval_time:\d+ms",
         r"final_int8_zlib_roundtrip_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}",
@@ -108,10 +111,16 @@ def test_help_shows_all_knobs_and_starts_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_help_into_head_is_no_error(tmp_path):
+    command = f"{shlex.quote(sys.executable)} {SCRIPT} --help | head -1"
+    result = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stderr == "" and len(result.stdout.splitlines()) == 1
+
+
 @pytest.mark.parametrize("argument", ["ITERATIONS=5", "-h"])
 def test_another_argument_is_an_error(tmp_path, argument):
     result = run_here(tmp_path, {}, arguments=[argument])
-    assert (result.returncode, result.stdout) == (2, "")
+    assert (result.returncode, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
     assert repr(argument) in line and "--help" in line
     assert list(tmp_path.iterdir()) == []
@@ -273,8 +282,9 @@ def test_after_the_end_of_a_pipe_a_run_goes_on_and_succeeds(single):
     [
         ({"EVAL_ONLY": "none.pt"}, ["InputError: EVAL_ONLY='none.pt' is not a file"]),
         ({"RESUME": "none.pt"}, ["InputError: RESUME='none.pt' is not a file"]),
-        ({"EVAL_ONLY": "../bad.pt"}, ["InputError: EVAL_ONLY='../bad.pt' is damaged"]),
-        ({"RESUME": "../bad.pt"}, ["InputError: RESUME='../bad.pt' is damaged"]),
+        ({"EVAL_ONLY": "../bad.pt"}, ["InputError: ../bad.pt is damaged"]),
+        ({"RESUME": "../bad.pt"}, ["InputError: ../bad.pt is damaged"]),
+        ({"OUTPUT_DIR": "../bad.pt"}, ["InputError: OUTPUT_DIR='../bad.pt' cannot be written"]),
         ({"DATA_PATH": "nowhere"}, ["DATA_PATH", "nowhere", "cached_challenge", "PRESET=demo"]),
         ({"TOKENIZER_PATH": "."}, ["TOKENIZER_PATH='.'", "cached_challenge", "PRESET=demo"]),
     ],
@@ -296,6 +306,8 @@ def test_the_demo_builds_its_data_once_and_runs(tmp_path, monkeypatch):
     assert any(line.startswith("device:cpu dtype:torch.float32 compile:False") for line in lines)
     shards = list((tmp_path / "data" / "datasets" / "demo_sp1024").glob("*.bin"))
     times = [path.stat().st_mtime_ns for path in shards]
+    bpb, lzma = scores(lines[-1])[1], re.search(r"lzma_bpb:(\S+)", "\n".join(lines))[1]
+    assert f"demo: {bpb:.4f} bits per byte, the best lzma {lzma}" == lines[-3]
     monkeypatch.chdir(tmp_path)
     hp = Hyperparameters.from_env({"PRESET": "demo"})
     runtime = replace(ALONE, log=Lines())

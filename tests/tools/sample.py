@@ -6,7 +6,6 @@ All but a checkpoint need the final_result.json of their run in the same folder,
 
 import argparse
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,30 +14,13 @@ import torch
 from sentencepiece import SentencePieceProcessor
 
 
-def read_knobs(path: Path) -> dict[str, Any]:
-    """Return the knobs of the run that wrote this file."""
-    if path.read_bytes().startswith(b"PK"):  # torch.save's: a checkpoint or a final_model.pt
-        try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            if "knobs" in saved:
-                return saved["knobs"]
-        except Exception:
-            sys.exit(f"{path} is damaged, or not a checkpoint or final_model.pt")
-    result = path.with_name("final_result.json")
-    try:
-        return json.loads(result.read_text())["knobs"]
-    except (OSError, ValueError, KeyError, TypeError):
-        sys.exit(f"{result} is missing or has no knobs: copy the file of this run there")
-
-
 def load_model(script_path: Path, path: Path) -> tuple[Any, torch.nn.Module]:
     """Return the knobs and the model in fp32, both as the run's script defines them."""
     spec = importlib.util.spec_from_file_location("train_script", script_path)
     script = sys.modules["train_script"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    knobs = {k: tuple(v) if isinstance(v, list) else v for k, v in read_knobs(path).items()}
     try:
-        hp = script.Hyperparameters(**knobs)
+        hp = script.Hyperparameters.from_env({"EVAL_ONLY": str(path)})  # with the knobs of its run
         gpt = script.GPT(hp, torch.float32)
         script.load_weights(gpt, path.read_bytes(), str(path))
     except Exception as error:  # of any kind: the script may have its own codec
