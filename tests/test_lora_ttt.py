@@ -267,7 +267,7 @@ def test_eval_only_scores_whole_documents_on_one_rank_and_on_two(
     patched.load_weights(gpt, artifact.read_bytes(), "")
     expected = plain_loss(patched, gpt, split(random_tokens(lengths)[: 4 * T + 1]), 5e-4)
     environ = {**lora_knobs, "DATA_PATH": str(tmp_path), "EVAL_ONLY": str(artifact)}
-    environ |= {"MAX_VAL_TOKENS": str(5 * T - 1)}
+    environ |= {"MAX_VAL_TOKENS": str(5 * T - 1), "LORA_DOCUMENTS": "2"}  # a group a rank
     lines = finished(run_here(tmp_path / "one", environ, patched))
     assert scores(lines[-1])[0] == pytest.approx(expected, abs=1e-5)
     assert any(line.startswith("lora_ttt: LORA_RANK=4 LORA_LR=0.0005 ") for line in lines)
