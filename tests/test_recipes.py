@@ -51,6 +51,7 @@ EXCLUSIVE = [
 KNOBS = {
     "fp16": {"DTYPE": "fp16"},
     "gptq": {"GPTQ_BATCHES": "2"},
+    "lora_ttt": {"LORA_CHUNK": "8", "LORA_DOCUMENTS": "2"},
     "qat": {"QAT_START": "0.5"},
     "score_first_ttt": {"TTT_CHUNK_TOKENS": "300", "TTT_LR": "0.05"},
     "swa": {"SWA_EVERY": "2", "SWA_START": "2"},

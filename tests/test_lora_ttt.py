@@ -1,0 +1,276 @@
+"""The recipe lora_ttt against a plain version of it, and what the loss must not depend on."""
+
+import copy
+import functools
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from conftest import ALONE, Lines, finished, run_here, run_ranks, scores, write_shard
+from test_recipes import load, patch_script
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import train_gpt
+from train_gpt import GPT, Hyperparameters
+
+pytestmark = [
+    pytest.mark.baseline,
+    pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply"),
+]
+
+BOS = 1
+T, CHUNK = 16, 4
+# Targets of each document: one is shorter than a chunk, one is a whole chunk, one is longer than T.
+LENGTHS = [3, 22, 4, 13, 6]
+# At a higher learning rate rounding errors grow fast: AdamW without momentum divides each gradient
+# by about its own size.
+SMALL = (
+    f"TRAIN_SEQ_LEN={T} NUM_LAYERS=2 LORA_RANK=4 LORA_LR=5e-4 LORA_CHUNK={CHUNK} LORA_DOCUMENTS=3"
+)
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory) -> ModuleType:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield load(patch_script(tmp_path_factory.mktemp("lora"), ["lora_ttt"]), monkeypatch)
+
+
+def random_model(script: ModuleType, environ: dict[str, str], dtype=torch.float32) -> GPT:
+    """A model without the zeros of the initial weights."""
+    gpt = script.GPT(script.Hyperparameters.from_env(environ), dtype)
+    torch.manual_seed(0)
+    for name, param in gpt.named_parameters():
+        nn.init.normal_(param, std=0.5 if "tok_emb" in name or param.ndim < 2 else 0.2)
+    return gpt
+
+
+@pytest.fixture
+def lora_knobs(knobs) -> dict[str, str]:
+    return {**knobs, **dict(knob.split("=") for knob in SMALL.split())}
+
+
+@pytest.fixture
+def gpt(patched, lora_knobs) -> GPT:
+    return random_model(patched, lora_knobs)
+
+
+def random_tokens(lengths: list[int]) -> Tensor:
+    """Documents with these numbers of targets, each of which ends with the next one's BOS."""
+    generator = torch.Generator().manual_seed(1)
+    parts = []
+    for length in lengths:
+        few = torch.randint(4, 12, (length - 1,), generator=generator)  # a model can learn these
+        parts += [torch.tensor([BOS]), few]
+    return torch.cat([*parts, torch.tensor([BOS])]).to(torch.uint16)
+
+
+def split(tokens: Tensor) -> list[Tensor]:
+    starts = [0, *(i for i in range(1, len(tokens) - 1) if tokens[i] == BOS), len(tokens) - 1]
+    return [tokens[start : end + 1] for start, end in zip(starts[:-1], starts[1:], strict=True)]
+
+
+def loss_of(patched: ModuleType, gpt: GPT, tokens: Tensor, runtime=ALONE, **changes) -> float:
+    """The recipe's loss. changes: other knobs."""
+    return patched.lora_ttt(gpt, tokens, replace(gpt.hp, **changes), runtime)
+
+
+def plain_loss(patched: ModuleType, gpt: GPT, documents: list[Tensor], lr: float) -> float:
+    """What the recipe's loss should be: one document at a time, in the unpatched model with dense
+    matrices W + B @ A, and AdamW by hand. Only the first A are the recipe's own."""
+    hp = gpt.hp
+    # A tied output is a copy of the embedding, which the adapters do not change.
+    weights = {"lm_head.weight": gpt.tok_emb.weight, **gpt.state_dict()}
+    weights = {name: weight.detach().clone() for name, weight in weights.items()}
+    knobs = {"TIE_EMBEDDINGS": "0", "VOCAB_SIZE": str(hp.vocab_size), "TRAIN_SEQ_LEN": str(T)}
+    knobs |= {name.upper(): str(getattr(hp, name)) for name in ("num_layers", "model_dim")}
+    knobs |= {name.upper(): str(getattr(hp, name)) for name in ("num_heads", "num_kv_heads")}
+    model = GPT(Hyperparameters.from_env(knobs), gpt.dtype)
+    names = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    assert len(names) == 6 * hp.num_layers + 1
+    adapted = copy.deepcopy(gpt)
+    patched.add_lora(adapted, 1)
+    first = {name: adapted.get_submodule(name.removesuffix(".weight")).A[0] for name in names}
+    total, count = 0.0, 0
+    for document in documents:
+        A = {name: a.detach().clone() for name, a in first.items()}
+        B = {name: torch.zeros(len(weights[name]), hp.lora_rank) for name in names}
+        squares = {name: (torch.zeros_like(A[name]), torch.zeros_like(B[name])) for name in names}
+        num_targets = len(document) - 1
+        count += num_targets
+        for step, start in enumerate(range(0, num_targets, CHUNK), start=1):
+            end = min(start + CHUNK, num_targets)
+            window = document[max(start + CHUNK - T, 0) : end + 1][None].long()
+            dense = {name: (weights[name] + B[name] @ A[name]).requires_grad_() for name in names}
+            arguments = (window[:, :-1], window[:, 1:], "none")
+            losses = torch.func.functional_call(model, {**weights, **dense}, arguments)
+            loss = losses[0, start - end :].sum()
+            total += loss.item()
+            grads = torch.autograd.grad(loss / CHUNK, list(dense.values()))
+            for name, grad in zip(names, grads, strict=True):
+                pairs = (A[name], B[name].T @ grad), (B[name], grad @ A[name].T)
+                for (param, g), square in zip(pairs, squares[name], strict=True):
+                    square.mul_(0.99).add_(0.01 * g * g)
+                    param *= 1 - 0.5 * lr
+                    param -= lr * g / ((square / (1 - 0.99**step)).sqrt() + 1e-10)
+    return total / count
+
+
+@pytest.mark.parametrize("tied", ["1", "0"])
+def test_the_loss_is_that_of_a_plain_version(patched, lora_knobs, tied):
+    gpt = random_model(patched, {**lora_knobs, "TIE_EMBEDDINGS": tied})
+    tokens = random_tokens(LENGTHS)
+    documents = split(tokens)
+    assert [len(document) - 1 for document in documents] == LENGTHS
+    alone = plain_loss(patched, gpt, documents, 0.0)
+    assert loss_of(patched, gpt, tokens, lora_lr=0.0) == pytest.approx(alone, abs=1e-6)
+    learned = plain_loss(patched, gpt, documents, 5e-4)
+    assert loss_of(patched, gpt, tokens) == pytest.approx(learned, abs=1e-5)
+    assert learned < alone - 0.1
+
+
+def test_a_split_may_begin_and_end_within_a_document(patched, gpt):
+    """Or have no BOS, and then it is one document."""
+    tokens = random_tokens([10, 30])[4:27]
+    documents = split(tokens)
+    assert [len(document) for document in documents] == [7, 17]
+    expected = plain_loss(patched, gpt, documents, 5e-4)
+    assert loss_of(patched, gpt, tokens) == pytest.approx(expected, abs=1e-5)
+    tokens[6] = 5
+    expected = plain_loss(patched, gpt, [tokens], 5e-4)
+    assert loss_of(patched, gpt, tokens) == pytest.approx(expected, abs=1e-5)
+
+
+def test_adapters_begin_alike_and_without_effect(patched, gpt):
+    tokens = random_tokens([T])[None].long()
+    before = gpt(tokens[:, :-1], tokens[:, 1:], "none")
+    adapters = patched.add_lora(gpt, 2)
+    assert len(adapters) == 2 * (6 * gpt.hp.num_layers + 1)
+    after = gpt(tokens[:, :-1].repeat(2, 1), tokens[:, 1:].repeat(2, 1), "none")
+    assert torch.allclose(after, before, atol=1e-5)
+    for A, B in zip(adapters[::2], adapters[1::2], strict=True):
+        assert not B.any() and torch.equal(A[0], A[1]) and A.dtype == torch.float32
+        bound = 144 / 4 / A.size(2) ** 0.5
+        assert 0.9 * bound < A.abs().max() <= bound and A.mean().abs() < 0.2 * bound
+
+
+def test_neither_groups_nor_ranks_change_the_loss(patched, gpt):
+    tokens = random_tokens(LENGTHS)
+    expected = loss_of(patched, gpt, tokens, lora_documents=100)
+    for size in (1, 3, 4):
+        assert loss_of(patched, gpt, tokens, lora_documents=size) == pytest.approx(
+            expected, abs=1e-5
+        )
+        # gather sees only this process here, so each rank counts its own sum twice.
+        ranks = [replace(ALONE, rank=rank, world_size=2) for rank in range(2)]
+        losses = [loss_of(patched, gpt, tokens, rank, lora_documents=size) for rank in ranks]
+        assert sum(losses) / 2 == pytest.approx(expected, abs=1e-5)
+        assert all(loss > 0 for loss in losses)
+
+
+def test_a_chunk_is_scored_before_it_is_learned(patched, gpt, monkeypatch):
+    """A token changes the losses from its own on, and no earlier one."""
+    num_targets = 26
+    shapes = set()
+
+    def target_losses(tokens: Tensor) -> Tensor:
+        windows = []
+
+        def forward(self, *arguments, forward=patched.GPT.forward) -> Tensor:
+            losses = forward(self, *arguments)
+            windows.append(losses.detach()[0])
+            shapes.add(tuple(losses.shape))
+            return losses
+
+        with monkeypatch.context() as recording:
+            recording.setattr(patched.GPT, "forward", forward)
+            mean = loss_of(patched, gpt, tokens)
+        ends = range(CHUNK, CHUNK * len(windows) + 1, CHUNK)
+        starts = [max(end - T, 0) for end in ends]  # of the windows
+        chunks = [
+            window[end - CHUNK - start : end - start]
+            for window, start, end in zip(windows, starts, ends, strict=True)
+        ]
+        losses = torch.cat(chunks)[:num_targets]
+        assert mean == pytest.approx(losses.double().mean().item())
+        return losses
+
+    tokens = random_tokens([num_targets])
+    losses = target_losses(tokens)
+    assert len(losses) == num_targets and shapes == {(1, 4), (1, 8), (1, 16)}
+    for target in (0, 14, 25):
+        changed = tokens.clone()
+        changed[target + 1] = 20
+        same = target_losses(changed) == losses
+        assert same[:target].all() and not same[target:].any()
+
+
+def test_the_model_stays_as_it_is(patched, gpt):
+    before = copy.deepcopy(gpt.state_dict())
+    loss_of(patched, gpt, random_tokens(LENGTHS))
+    after = gpt.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(param.requires_grad and param.grad is None for param in gpt.parameters())
+    assert gpt.training
+
+
+def test_lora_ttt_learns_in_bf16(patched, gpt, lora_knobs):
+    half = random_model(patched, lora_knobs, torch.bfloat16)
+    tokens = random_tokens(LENGTHS)
+    alone, learned = (loss_of(patched, half, tokens, lora_lr=lr) for lr in (0.0, 5e-4))
+    assert learned < alone - 0.1
+    assert learned == pytest.approx(loss_of(patched, gpt, tokens), abs=0.1)
+
+
+def test_a_knob_chooses_between_the_two_recipes(tmp_path, patched, gpt, lora_knobs, monkeypatch):
+    both = load(patch_script(tmp_path, ["score_first_ttt", "lora_ttt"]), monkeypatch)
+    model = random_model(both, lora_knobs)
+    tokens = random_tokens([50, 78])
+    for rank, ttt_lr, name in [(4, 0.005, "lora_ttt"), (0, 0.005, "score_first_ttt"), (0, 0.0, "")]:
+        runtime = replace(ALONE, log=Lines())
+        hp = replace(model.hp, lora_rank=rank, ttt_lr=ttt_lr)
+        loss = both.final_loss(model, SimpleNamespace(hp=hp, tokens=tokens), T, runtime)
+        assert runtime.log.text.partition(":")[0] == name
+        if name == "lora_ttt":
+            assert loss == loss_of(patched, gpt, tokens)
+        elif name == "":
+            assert loss == train_gpt.evaluate(gpt, tokens, T, hp, ALONE)
+
+
+@pytest.mark.recipes
+def test_a_compiled_model_has_the_same_loss(patched, gpt, monkeypatch):
+    """Few graphs are compiled, and none for the second group."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    runtime = replace(ALONE, compiled=True)
+    model = patched.wrap(gpt, runtime)
+    tokens = random_tokens([22] * 6)
+    patched.evaluate(model, tokens[: 8 * T + 1], T, gpt.hp, runtime)  # a graph without adapters
+    before = counters["stats"]["unique_graphs"]
+    compiled = patched.lora_ttt(model, tokens, gpt.hp, runtime)
+    assert compiled == pytest.approx(loss_of(patched, gpt, tokens), abs=1e-5)
+    assert counters["stats"]["unique_graphs"] == before + 3
+
+
+@pytest.mark.recipes
+def test_eval_only_scores_whole_documents_on_one_rank_and_on_two(
+    tmp_path, patched, gpt, lora_knobs
+):
+    """And with MAX_VAL_TOKENS only the first of them."""
+    lengths = [20, 7, 45, 100]
+    write_shard(tmp_path / "fineweb_val_000000.bin", random_tokens(lengths).numpy())
+    artifact = tmp_path / "artifact"
+    artifact.write_bytes(patched.export(gpt, gpt.hp, ALONE))
+    patched.load_weights(gpt, artifact.read_bytes(), "")
+    expected = plain_loss(patched, gpt, split(random_tokens(lengths)[: 4 * T + 1]), 5e-4)
+    environ = {**lora_knobs, "DATA_PATH": str(tmp_path), "EVAL_ONLY": str(artifact)}
+    environ |= {"MAX_VAL_TOKENS": str(5 * T - 1), "LORA_DOCUMENTS": "2"}  # a group a rank
+    lines = finished(run_here(tmp_path / "one", environ, patched))
+    assert scores(lines[-1])[0] == pytest.approx(expected, abs=1e-5)
+    assert any(line.startswith("lora_ttt: LORA_RANK=4 LORA_LR=0.0005 ") for line in lines)
+    first, second = run_ranks(tmp_path / "two", environ, 2, [Path(patched.__file__)])
+    assert scores(finished(first)[-1])[0] == pytest.approx(expected, abs=1e-5)
+    assert second.returncode == 0
