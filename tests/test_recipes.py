@@ -404,3 +404,87 @@ def test_the_quantizers_knobs_reach_the_artifact(tmp_path, monkeypatch):
     for bad in ({"EMBED_LEVELS": "128"}, {"MATRIX_LEVELS": "0"}, {"SD_CLIP_MLP": "0"}):
         with pytest.raises(module.InputError, match=next(iter(bad))):
             module.Hyperparameters.from_env(bad)
+
+
+def test_orthogonal_init_changes_nothing_else(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["orthogonal_init"]), monkeypatch)
+    hp = module.Hyperparameters(model_dim=64, num_layers=2)
+    gpts = []
+    for script in (module, conftest.train_gpt):
+        torch.manual_seed(0)
+        gpts.append(dict(script.GPT(hp, torch.float32).named_parameters()))
+    changed = {name for name in gpts[0] if not torch.equal(gpts[0][name], gpts[1][name])}
+    layers = ("attn.c_q", "attn.c_k", "attn.c_v", "mlp.fc")
+    assert changed == {f"blocks.{i}.{layer}.weight" for i in (0, 1) for layer in layers}
+    for name in changed:
+        singular_values = torch.linalg.svdvals(gpts[0][name].detach())
+        assert torch.allclose(singular_values, torch.ones(()), atol=0.01)
+
+
+@pytest.mark.parametrize("gates", [{}, {"ATTENTION_GATE_MAX": "1", "ATTENTION_GATE_SCALE": ".5"}])
+def test_attention_gate_starts_at_half_its_maximum(tmp_path, gates, monkeypatch):
+    module = load(patch_script(tmp_path, ["attention_gate"]), monkeypatch)
+    hp = module.Hyperparameters.from_env({"MODEL_DIM": "64", "NUM_LAYERS": "1", **gates})
+    attn, start = module.CausalSelfAttention(hp, 0), hp.attention_gate_max / 2
+    attn.proj = torch.nn.Identity()
+    x = torch.randn(2, 8, 64)
+    x[..., 0] = 1
+    cos, sin = module.rotary_tables(8, 8, 1e4)[:, :, None]
+    before = attn(x, cos, sin)
+    attn.gate.data[0, 0] = 2  # of the first head, by the first channel
+    after = attn(x, cos, sin)
+    factor = torch.full((64,), 1.0)
+    factor[:8] = 2 * torch.sigmoid(torch.tensor(2 * hp.attention_gate_scale))
+    assert torch.allclose(after, factor * before, atol=1e-5)
+    plain = module.attend  # the output of attention, without a gate
+    monkeypatch.setattr(module, "attend", lambda q, k, v: torch.ones_like(plain(q, k, v)))
+    assert attn(x, cos, sin)[..., 8:].unique().item() == start
+
+
+def test_the_gated_smear_starts_without_effect(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["smear_gate"]), monkeypatch)
+    knobs = {"MODEL_DIM": "64", "NUM_LAYERS": "1", "SMEAR_CHANNELS": "12"}
+    gpt = module.GPT(module.Hyperparameters.from_env(knobs), torch.float32)
+    gpt.blocks = torch.nn.ModuleList()
+    gpt.tok_emb.weight.data.normal_()
+    seen = []
+    monkeypatch.setattr(gpt, "output", lambda x: seen.append(x) or x)
+    monkeypatch.setattr(module, "rms_norm", lambda x: x)
+    ids = torch.tensor([[1, 5, 6, 1, 7]])
+    x = gpt.tok_emb(ids)[0]
+    gpt.logits(ids)
+    assert torch.equal(seen[0], x)
+    weights = torch.randn(13)
+    gpt.smear_gate.data = weights
+    gpt.logits(ids)
+    wanted = x.clone()
+    for t in (1, 2, 4):  # not into a BOS
+        wanted[t] += weights[12] * torch.sigmoid(weights[:12] @ x[t, :12]) * x[t - 1]
+    assert torch.allclose(seen[1], wanted, atol=1e-5)
+
+
+def test_two_lanes_read_and_add_as_documented(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["parallel_residuals"]), monkeypatch)
+    knobs = {"MODEL_DIM": "16", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TWO_LANES": "1"}
+    knobs |= {"NUM_LAYERS": "3", "PARALLEL_LAYERS": "1"}
+    torch.manual_seed(0)
+    gpt = module.GPT(module.Hyperparameters.from_env(knobs), torch.float32)
+    for param in gpt.parameters():
+        torch.nn.init.normal_(param)
+    assert [hasattr(block, "lane_scales") for block in gpt.blocks] == [False, False, True]
+    block, lanes, x0 = gpt.blocks[2], torch.randn(2, 1, 8, 16), torch.randn(1, 8, 16)
+    cos, sin = gpt.rotary[:, :8, None]
+    mixed = block.resid_mix[0] * lanes[0] + block.resid_mix[1] * x0
+    attn = block.attn_scale * block.attn(module.rms_norm(mixed), cos, sin)
+    mlp = block.mlp_scale * block.mlp(module.rms_norm(lanes[1]))
+    wanted = [
+        k * lane + a * attn + m * mlp
+        for lane, (k, a, m) in zip(lanes, block.lane_scales.T, strict=True)
+    ]
+    assert torch.allclose(block(lanes, x0, cos, sin), torch.stack(wanted), atol=1e-4)
+    single = block(lanes[0], x0, cos, sin)
+    assert torch.allclose(single, block(lanes[[0, 0]], x0, cos, sin), atol=1e-4)
+    groups = module.parameter_groups(gpt, gpt.hp)
+    assert any(param is block.lane_scales for param in groups["scalar"])
+    ids = torch.randint(1024, (2, 8))
+    assert torch.allclose(gpt.logits(ids)[:8], gpt.logits(ids[:1]), atol=1e-4)
