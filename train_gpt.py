@@ -180,9 +180,9 @@ class Hyperparameters:
             ("model_dim", self.model_dim % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
             ("num_kv_heads", H % self.num_kv_heads == 0, f"a divisor of NUM_HEADS={H}"),
             ("train_batch_tokens", self.train_batch_tokens % unit == 0, f"a multiple of {units}"),
-            ("iterations", self.iterations >= 0, "0 or more"),
             ("val_batch_size", self.val_batch_size >= unit, f"at least {units}"),
             ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
+            ("iterations", self.iterations >= 0, "0 or more"),
         ]
         for name, is_valid, rule in rules:
             if not is_valid:

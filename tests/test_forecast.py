@@ -6,7 +6,7 @@ import forecast
 import pack
 import pytest
 from conftest import SCRIPT
-from test_recipes import RECORD, patch_script
+from test_recipes import RECORD, RECORD_1493, patch_script
 
 
 @pytest.fixture
@@ -40,6 +40,8 @@ def test_with_sd_clip_the_steps_follow_the_deviation(tmp_path, sizes_of):
 
 @pytest.mark.baseline
 @pytest.mark.recipes
-def test_the_record_fits(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", {"PRESET": "record"})
-    assert forecast.main([str(patch_script(tmp_path, RECORD))]) == 0
+@pytest.mark.parametrize("preset", ["record", "record1493"])
+def test_a_record_fits(tmp_path, preset, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PRESET": preset})
+    names = RECORD if preset == "record" else RECORD_1493
+    assert forecast.main([str(patch_script(tmp_path, names))]) == 0

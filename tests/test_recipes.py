@@ -40,6 +40,7 @@ RECORD = (
     "record int6 sd_clip gptq rans ema muoneq_r muon_weight_decay adam_weight_decay xsa leaky_relu "
     "partial_rope depth_recurrence skip_gates shuffled_loader"
 ).split()
+RECORD_1493 = [*RECORD, "parallel_residuals", "score_first_ttt"]
 # Pairs that change the same lines.
 EXCLUSIVE = [
     ("ema", "swa"),
@@ -238,18 +239,40 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
     assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {5}
 
 
-def test_the_record_is_the_published_model_and_trains(tmp_path, knobs, monkeypatch):
+def test_the_records_are_the_published_models(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, RECORD_1493), monkeypatch)
+    for preset, num_params, encoder, decoder in (
+        ("record", 35_943_512, [0, 1, 2, 3, 4, 5, 4], [5, 4, 5, 6, 7, 8, 9, 10]),
+        ("record1493", 35_944_536, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
+    ):
+        with torch.device("meta"):
+            gpt = module.GPT(module.Hyperparameters.from_env({"PRESET": preset}))
+        assert sum(param.numel() for param in gpt.parameters()) == num_params
+        assert gpt.order[: gpt.num_encoder_layers] == encoder
+        assert gpt.order[gpt.num_encoder_layers :] == decoder
+    with pytest.raises(module.InputError, match="LOOP_FIRST=11 must be below NUM_LAYERS"):
+        module.Hyperparameters.from_env({"PRESET": "record", "LOOP_FIRST": "11"})
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_record_names_the_missing_recipes(tmp_path, first, monkeypatch):
+    missing = RECORD_1493[first::2]
+    names = [name for name in RECORD_1493 if name not in missing]
+    module = load(patch_script(tmp_path, names), monkeypatch)
+    with pytest.raises(module.InputError) as error:
+        module.Hyperparameters.from_env({"PRESET": "record1493"})
+    assert re.findall(r"(\w+)\.patch", str(error.value)) == missing
+    with pytest.raises(module.InputError) as error:
+        module.Hyperparameters.from_env({"PRESET": "record"})
+    in_record = [name for name in missing if name in RECORD]
+    assert re.findall(r"(\w+)\.patch", str(error.value)) == in_record
+
+
+def test_the_record_trains(tmp_path, knobs, monkeypatch):
     module = load(patch_script(tmp_path, RECORD), monkeypatch)
-    with torch.device("meta"):
-        gpt = module.GPT(module.Hyperparameters.from_env({"PRESET": "record"}))
-    assert sum(param.numel() for param in gpt.parameters()) == 35_943_512
-    assert gpt.order == [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 6, 7, 8, 9, 10]
     monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 1000)
     log = "\n".join(finished(run_here(tmp_path, knobs_of(knobs, RECORD), module)))
     assert "step:6/6 train_loss:" in log and "gptq_time:" in log and "WARNING" not in log
-    monkeypatch.setitem(module.PRESETS, "record", {"NO_KNOB": "1"})
-    with pytest.raises(module.InputError, match="recipes that have NO_KNOB"):
-        module.Hyperparameters.from_env({"PRESET": "record"})
 
 
 @pytest.mark.parametrize("n", [1, 511, 512, 10_001, 10**6])
@@ -286,6 +309,36 @@ def test_gptq_lowers_the_error_of_the_outputs(tmp_path, monkeypatch):
     assert errors[1] < 0.8 * errors[0] and gptq.abs().max() <= 7
 
 
+def test_gptq_rounds_q_k_and_v_in_one_call(tmp_path, monkeypatch):
+    """With the values that a call for each of them gives."""
+    module = load(patch_script(tmp_path, ["gptq"]), monkeypatch)
+    torch.manual_seed(0)
+    x = torch.randn(500, 64) @ torch.randn(64, 64)
+    names = [f"blocks.0.attn.{part}.weight" for part in ("c_q", "c_k", "c_v", "proj")]
+    sizes = (64, 32, 32, 64)
+    weights = {name: torch.randn(n, 64) for name, n in zip(names, sizes, strict=True)}
+    scales = {name: weight.abs().amax(dim=1) / 127 for name, weight in weights.items()}
+    hessians = {names[0]: x.T @ x, names[3]: torch.eye(64)}
+    wanted = {
+        name: module.gptq_values(weights[name], scales[name], 127, hessians[key].clone())
+        for name, key in zip(names, [names[0]] * 3 + [names[3]], strict=True)
+    }
+    shapes = []
+
+    def gptq_values(weight, *args, gptq_values=module.gptq_values):
+        shapes.append(tuple(weight.shape))
+        return gptq_values(weight, *args)
+
+    monkeypatch.setattr(module, "gptq_values", gptq_values)
+    monkeypatch.setattr(module, "gather_hessians", lambda *args: hessians)
+    obj = {"quantized": dict.fromkeys(names), "scales": scales}
+    runtime = module.Runtime(0, 1, torch.device("cpu"), torch.float32, False, log=conftest.Lines())
+    module.round_by_gptq(None, weights, obj, runtime)
+    assert shapes == [(128, 64), (64, 64)]
+    assert all(torch.equal(obj["quantized"][name], wanted[name]) for name in names)
+    assert "WARNING" not in runtime.log.text
+
+
 def test_gptq_calibrates_alike_on_any_number_of_ranks(tmp_path, knobs, monkeypatch):
     module = load(patch_script(tmp_path, ["gptq"]), monkeypatch)
     monkeypatch.setattr(conftest, "train_gpt", module)
@@ -303,3 +356,140 @@ def test_gptq_calibrates_alike_on_any_number_of_ranks(tmp_path, knobs, monkeypat
     torch.nn.init.constant_(state.gpt.tok_emb.weight, torch.inf)
     assert module.export(state.gpt, hp, state.runtime)
     assert "WARNING: GPTQ failed" in state.runtime.log.text
+
+
+def test_muoneq_r_divides_the_rows_in_fp32(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["muoneq_r"]), monkeypatch)
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(8, 64))
+    param.grad = torch.randn(8, 64) * torch.logspace(-3, 3, 8)[:, None]
+    muon = module.Muon([param], lr=1.0, momentum=0.9, backend_steps=5)
+    inputs = []
+    muon.newton_schulz = lambda stack, steps: inputs.append(stack) or stack
+    muon.step()
+    rows = param.grad / param.grad.norm(dim=1, keepdim=True)
+    assert inputs[0].dtype == torch.bfloat16
+    assert torch.equal(inputs[0][0], rows.bfloat16())
+    late = param.grad.bfloat16()  # dividing after the cast rounds twice
+    assert not torch.equal(inputs[0][0], late / late.norm(dim=1, keepdim=True))
+    assert torch.equal(param.detach(), -rows.bfloat16().float())
+
+
+def test_the_quantizers_knobs_reach_the_artifact(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["int6", "sd_clip"]), monkeypatch)
+    monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 1000)
+    small = {"MODEL_DIM": "32", "NUM_LAYERS": "1", "NUM_HEADS": "2", "NUM_KV_HEADS": "1"}
+    knobs = {"EMBED_LEVELS": "63", "MATRIX_LEVELS": "7", "SD_CLIP_EMBEDDING": "3"}
+    knobs |= {"SD_CLIP_ATTENTION": "2", "SD_CLIP_MLP": "1.5"}
+    runtime = module.Runtime(0, 1, torch.device("cpu"), torch.float32, False, log=conftest.Lines())
+
+    def measure(environ: dict[str, str]) -> tuple[list[int], list[float]]:
+        """Largest value, and quantization step in standard deviations, of three matrices."""
+        torch.manual_seed(0)
+        hp = module.Hyperparameters.from_env(small | environ)
+        gpt = module.GPT(hp, torch.float32)
+        for param in gpt.parameters():
+            torch.nn.init.normal_(param)
+        obj = module.deserialize(module.export(gpt, hp, runtime), "")
+        names = ("tok_emb.weight", "blocks.0.attn.c_q.weight", "blocks.0.mlp.fc.weight")
+        deviations = (gpt.state_dict()[name].std(dim=1, correction=0) for name in names)
+        steps = [
+            (obj["scales"][name] / deviation).mean().item()
+            for name, deviation in zip(names, deviations, strict=True)
+        ]
+        return [int(obj["quantized"][name].abs().max()) for name in names], steps
+
+    largest, steps = measure(knobs)
+    assert largest == [63, 7, 7] and steps == pytest.approx([3 / 63, 2 / 7, 1.5 / 7], rel=1e-3)
+    assert measure({})[1] == pytest.approx([20 / 127, 12.85 / 31, 12.85 / 31], rel=1e-3)
+    for bad in ({"EMBED_LEVELS": "128"}, {"MATRIX_LEVELS": "0"}, {"SD_CLIP_MLP": "0"}):
+        with pytest.raises(module.InputError, match=next(iter(bad))):
+            module.Hyperparameters.from_env(bad)
+
+
+def test_orthogonal_init_changes_nothing_else(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["orthogonal_init"]), monkeypatch)
+    hp = module.Hyperparameters(model_dim=64, num_layers=2)
+    gpts = []
+    for script in (module, conftest.train_gpt):
+        torch.manual_seed(0)
+        gpts.append(dict(script.GPT(hp, torch.float32).named_parameters()))
+    changed = {name for name in gpts[0] if not torch.equal(gpts[0][name], gpts[1][name])}
+    layers = ("attn.c_q", "attn.c_k", "attn.c_v", "mlp.fc")
+    assert changed == {f"blocks.{i}.{layer}.weight" for i in (0, 1) for layer in layers}
+    for name in changed:
+        singular_values = torch.linalg.svdvals(gpts[0][name].detach())
+        assert torch.allclose(singular_values, torch.ones(()), atol=0.01)
+
+
+@pytest.mark.parametrize("gates", [{}, {"ATTENTION_GATE_MAX": "1", "ATTENTION_GATE_SCALE": ".5"}])
+def test_attention_gate_starts_at_half_its_maximum(tmp_path, gates, monkeypatch):
+    module = load(patch_script(tmp_path, ["attention_gate"]), monkeypatch)
+    hp = module.Hyperparameters.from_env({"MODEL_DIM": "64", "NUM_LAYERS": "1", **gates})
+    attn, start = module.CausalSelfAttention(hp, 0), hp.attention_gate_max / 2
+    attn.proj = torch.nn.Identity()
+    x = torch.randn(2, 8, 64)
+    x[..., 0] = 1
+    cos, sin = module.rotary_tables(8, 8, 1e4)[:, :, None]
+    before = attn(x, cos, sin)
+    attn.gate.data[0, 0] = 2  # of the first head, by the first channel
+    after = attn(x, cos, sin)
+    factor = torch.full((64,), 1.0)
+    factor[:8] = 2 * torch.sigmoid(torch.tensor(2 * hp.attention_gate_scale))
+    assert torch.allclose(after, factor * before, atol=1e-5)
+    plain = module.attend  # the output of attention, without a gate
+    monkeypatch.setattr(module, "attend", lambda q, k, v: torch.ones_like(plain(q, k, v)))
+    assert attn(x, cos, sin)[..., 8:].unique().item() == start
+
+
+def test_the_gated_smear_starts_without_effect(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["smear_gate"]), monkeypatch)
+    knobs = {"MODEL_DIM": "64", "NUM_LAYERS": "1", "SMEAR_CHANNELS": "12"}
+    gpt = module.GPT(module.Hyperparameters.from_env(knobs), torch.float32)
+    gpt.blocks = torch.nn.ModuleList()
+    gpt.tok_emb.weight.data.normal_()
+    seen = []
+    monkeypatch.setattr(gpt, "output", lambda x: seen.append(x) or x)
+    monkeypatch.setattr(module, "rms_norm", lambda x: x)
+    ids = torch.tensor([[1, 5, 6, 1, 7]])
+    x = gpt.tok_emb(ids)[0]
+    gpt.logits(ids)
+    assert torch.equal(seen[0], x)
+    weights = torch.randn(13)
+    gpt.smear_gate.data = weights
+    gpt.logits(ids)
+    wanted = x.clone()
+    for t in (1, 2, 4):  # not into a BOS
+        wanted[t] += weights[12] * torch.sigmoid(weights[:12] @ x[t, :12]) * x[t - 1]
+    assert torch.allclose(seen[1], wanted, atol=1e-5)
+
+
+def test_two_lanes_read_and_add_as_documented(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["parallel_residuals"]), monkeypatch)
+    knobs = {"MODEL_DIM": "16", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TWO_LANES": "1"}
+    knobs |= {"NUM_LAYERS": "3", "PARALLEL_LAYERS": "1"}
+    torch.manual_seed(0)
+    gpt = module.GPT(module.Hyperparameters.from_env(knobs), torch.float32)
+    for param in gpt.parameters():
+        torch.nn.init.normal_(param)
+    assert [hasattr(block, "lane_scales") for block in gpt.blocks] == [False, False, True]
+    block, lanes, x0 = gpt.blocks[2], torch.randn(2, 1, 8, 16), torch.randn(1, 8, 16)
+    cos, sin = gpt.rotary[:, :8, None]
+    mixed = block.resid_mix[0] * lanes[0] + block.resid_mix[1] * x0
+    attn = block.attn_scale * block.attn(module.rms_norm(mixed), cos, sin)
+    mlp = block.mlp_scale * block.mlp(module.rms_norm(lanes[1]))
+    wanted = [
+        k * lane + a * attn + m * mlp
+        for lane, (k, a, m) in zip(lanes, block.lane_scales.T, strict=True)
+    ]
+    assert torch.allclose(block(lanes, x0, cos, sin), torch.stack(wanted), atol=1e-4)
+    single = block(lanes[0], x0, cos, sin)
+    assert torch.allclose(single, block(lanes[[0, 0]], x0, cos, sin), atol=1e-4)
+    groups = module.parameter_groups(gpt, gpt.hp)
+    assert any(param is block.lane_scales for param in groups["scalar"])
+    outputs, inputs = [], []
+    block.register_forward_hook(lambda *args: outputs.append(args[2]))
+    monkeypatch.setattr(gpt, "output", lambda x: inputs.append(x) or x)
+    gpt.logits(torch.randint(1024, (2, 8)))
+    assert outputs[0].shape == (2, 2, 8, 16)
+    assert torch.equal(inputs[0], module.rms_norm(outputs[0].mean(dim=0)).flatten(0, 1))
