@@ -812,7 +812,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     for i in range(size):
         if tokenizer.IsControl(i) or tokenizer.IsUnknown(i) or tokenizer.IsUnused(i):
             continue
-        piece = tokenizer.IdToPiece(i)
+        piece = tokenizer.IdToPiece(i).translate({1: None, 2: None})  # CaseOps marks: no bytes
         has_text[i] = True
         leading_space[i] = piece.startswith("\u2581")  # SentencePiece's mark for a space
         num_bytes[i] = 1 if tokenizer.IsByte(i) else len(piece.removeprefix("\u2581").encode())

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+import caseops
 import numpy as np
 from sentencepiece import SentencePieceProcessor
 from shards import HEADER_BYTES, MANIFEST, UNFINISHED_MANIFEST, count_tokens, read_json
@@ -52,7 +53,7 @@ def count_bytes(id_counts: np.ndarray, sp: SentencePieceProcessor) -> int:
         if sp.is_byte(id):
             total += int(id_counts[id])
         elif not (sp.is_control(id) or sp.is_unknown(id) or sp.is_unused(id)):
-            text = sp.id_to_piece(id).replace("\u2581", " ")
+            text = sp.id_to_piece(id).replace("\u2581", " ").translate(caseops.WITHOUT_MARKS)
             total += int(id_counts[id]) * len(text.encode())
     return total
 
@@ -76,7 +77,8 @@ def check_split(
             continue
         id_counts, documents = read_shard(path, sp)
         total += id_counts
-        beginnings += [sp.decode(document[:100]) for document in documents[:3]]
+        texts = [sp.decode(document[:100]) for document in documents[:3]]
+        beginnings += map(caseops.decode, texts) if caseops.is_caseops(sp) else texts
     tokens, docs = int(total.sum()), int(total[sp.bos_id()])
     if tokens and not docs:
         raise ValueError(f"{folder}: no {split} token is BOS ({sp.bos_id()}): {WRONG_TOKENIZER}")

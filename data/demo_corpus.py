@@ -1,6 +1,6 @@
 """Build the demo's tokenizer and shards from the documentation that comes with Python.
 
-    python data/demo_corpus.py [--dataset FOLDER] [--tokenizer FILE]
+    python data/demo_corpus.py [--caseops] [--dataset FOLDER] [--tokenizer FILE]
 
 About 2 MB of English: the help topics (pydoc_data.topics) and the docstrings of the standard
 library. The same Python version always gives the same bytes. Complete files are kept.
@@ -19,6 +19,7 @@ import warnings
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import caseops
 import sentencepiece
 from shards import read_json, write_file, write_json, write_shard
 from tokenizer_specs import encode_texts, train_sentencepiece
@@ -80,28 +81,35 @@ def sha256_sums(dataset: Path, tokenizer: Path) -> dict[str, str]:
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
 
 
-def is_whole(dataset: Path, tokenizer: Path) -> bool:
-    """Return whether all files are there and match the manifest."""
+def is_whole(dataset: Path, tokenizer: Path, with_caseops: bool) -> bool:
+    """Return whether all files are there and match the manifest and the flag."""
     try:
         facts = read_json(dataset / MANIFEST)
-        return "lzma_bpb" in facts and facts["sha256"] == sha256_sums(dataset, tokenizer)
+        same = "lzma_bpb" in facts and facts["sha256"] == sha256_sums(dataset, tokenizer)
+        return same and facts.get("caseops", False) == with_caseops
     except (OSError, ValueError):
         return False
 
 
-def build(documents: list[str], dataset: Path, tokenizer: Path) -> None:
+def build(documents: list[str], dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
     """Write the tokenizer, both shards and, last, the manifest. Several processes may do this at
     once: each renames the same bytes into place."""
     val, train = documents[:NUM_VAL_DOCS], documents[NUM_VAL_DOCS:]
     # SentencePiece skips long sentences, so it gets the lines of the documents.
     lines = (line for text in train for line in text.splitlines() if line)
-    model = train_sentencepiece(lines, vocab_size=VOCAB_SIZE)
+    settings = {}
+    if with_caseops:
+        lines, settings = map(caseops.encode, lines), caseops.TRAINER_SETTINGS
+        val, train = [[caseops.encode(text) for text in split] for split in (val, train)]
+    model = train_sentencepiece(lines, vocab_size=VOCAB_SIZE, **settings)
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
     val_tokens = encode_texts(sp, 1, val)
     write_file(tokenizer, model)
     write_shard(dataset / VAL, val_tokens)
     write_shard(dataset / TRAIN, encode_texts(sp, 1, train))
     val_text = sp.decode(val_tokens.tolist()).encode()
+    if with_caseops:
+        val_text = "".join(map(caseops.decode, val)).encode()
     facts = {
         "python": platform.python_version(),
         "documents": len(documents),
@@ -109,21 +117,29 @@ def build(documents: list[str], dataset: Path, tokenizer: Path) -> None:
         "validation_bytes": len(val_text),
         "lzma_bpb": 8 * strongest_lzma(val_text) / len(val_text),
         "sha256": sha256_sums(dataset, tokenizer),
+        **({"caseops": True} if with_caseops else {}),
     }
     write_json(dataset / MANIFEST, facts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dataset", type=Path, default=HERE / "datasets/demo_sp1024")
-    parser.add_argument("--tokenizer", type=Path, default=HERE / "tokenizers/demo_1024_bpe.model")
+    parser.add_argument("--dataset", type=Path, help="default: data/datasets/demo_sp1024")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="default: data/tokenizers/demo_1024_bpe.model"
+    )
+    flag = "lower-case the text, with marks for capitals; the default names end in _caseops"
+    parser.add_argument("--caseops", action="store_true", help=flag)
     args = parser.parse_args()
-    if not is_whole(args.dataset, args.tokenizer):
+    suffix = "_caseops" if args.caseops else ""
+    dataset = args.dataset or HERE / f"datasets/demo_sp1024{suffix}"
+    tokenizer = args.tokenizer or HERE / f"tokenizers/demo_1024_bpe{suffix}.model"
+    if not is_whole(dataset, tokenizer, args.caseops):
         try:
-            build(collect_documents(), args.dataset, args.tokenizer)
+            build(collect_documents(), dataset, tokenizer, args.caseops)
         except OSError as error:
             sys.exit(f"{error}: make the folder writable, or start in a copy of the repository")
-    facts = read_json(args.dataset / MANIFEST)
+    facts = read_json(dataset / MANIFEST)
     counts = f"documents:{facts['documents']} bytes:{facts['text_bytes']}"
     print(f"demo_corpus:{counts} python:{facts['python']}")
     print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))

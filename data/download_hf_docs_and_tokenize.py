@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import caseops
 import numpy as np
 import shards
 import tokenizer_specs
@@ -86,6 +87,12 @@ def read_documents(path: Path) -> Iterator[str]:
             except (ValueError, LookupError, TypeError, AttributeError):
                 wanted = '{"text": "..."}'
                 raise ValueError(f"{path}: {unit} {number} must be {wanted}") from None
+
+
+def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
+    """Yield the texts to tokenize: with CaseOps marks if the spec asks for them."""
+    texts = read_documents(docs)
+    return caseops.encode_many(texts, NUM_THREADS) if spec.fields.get("caseops") else texts
 
 
 def read_sidecar(args: argparse.Namespace, docs: Path) -> dict | None:
@@ -178,7 +185,7 @@ def write_dataset(
     tokenizer = tokenizer_specs.write_tokenizer(spec, model, args.output_root)
     sp = None if model is None else tokenizer_specs.open_model(model, spec.name)
     encode = functools.partial(tokenizer_specs.encode_texts, sp, NUM_THREADS)
-    texts = iter(tqdm(read_documents(docs), spec.dataset, sum(num_docs.values()), unit="doc"))
+    texts = iter(tqdm(read_texts(docs, spec), spec.dataset, sum(num_docs.values()), unit="doc"))
     path = f"datasets/{spec.dataset}"
     stats = export_dataset(texts, num_docs, encode, args.output_root / path, args.chunk_tokens)
     print(f"{spec.dataset}:", *(f"{name}:{number}" for name, number in stats.items()), flush=True)
@@ -216,7 +223,7 @@ def rebuild(args: argparse.Namespace) -> None:
     sidecar = read_sidecar(args, docs)
     num_docs = count_splits(args, docs, sidecar)
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
-    models = [tokenizer_specs.make_model(spec, read_documents(docs), cut) for spec in specs]
+    models = [tokenizer_specs.make_model(spec, read_texts(docs, spec), cut) for spec in specs]
     # Until the end there is no manifest, so that check_dataset.py refuses an unfinished rebuild.
     unfinished = output / shards.UNFINISHED_MANIFEST
     shards.write_json(unfinished, {})
@@ -272,6 +279,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num-val-docs", type=int, metavar="N", help=val)
     parser.add_argument("--chunk-tokens", default=100_000_000, help="tokens in a shard", **number)
     parser.add_argument("--tokenizer-train-docs", help="train on the first N documents", **number)
+    marks = "lower-case the text, with marks for capitals (CaseOps)"
+    parser.add_argument("--caseops", action="store_true", help=marks)
     parser.add_argument("--skip-byte", action="store_true", help="make no byte dataset")
     reuse = {"type": size_and_model, "metavar": "VOCAB_SIZE=MODEL", "action": "append"}
     parser.add_argument("--reuse-sp-model", help="use a model you have", default=[], **reuse)

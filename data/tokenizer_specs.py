@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import caseops
 import numpy as np
 import sentencepiece
 from shards import DATASET_PREFIX, read_json, write_file, write_json
@@ -38,8 +39,9 @@ BYTE_NAMES = ("byte", "pure_byte", "bytes", "build_pure_byte_tokenizer")
 KINDS = dict.fromkeys(SENTENCEPIECE_NAMES, SENTENCEPIECE) | dict.fromkeys(BYTE_NAMES, BYTE)
 FIELDS = {BYTE: {"kind", "builder", "name", "dataset_suffix", "vocab_size", "filename"}}
 FIELDS[SENTENCEPIECE] = FIELDS[BYTE] - {"filename"} | {"model_prefix", "reuse_model_path"}
-FIELDS[SENTENCEPIECE] |= {"tokenizer_train_docs", "trainer_overrides"}
-TYPES = {"vocab_size": int, "tokenizer_train_docs": int, "trainer_overrides": dict}  # the rest: str
+FIELDS[SENTENCEPIECE] |= {"tokenizer_train_docs", "trainer_overrides", "caseops"}
+TYPES = {"vocab_size": int, "tokenizer_train_docs": int, "trainer_overrides": dict, "caseops": bool}
+CASEOPS_SUFFIX = "_caseops"  # of the name, the dataset and the files
 
 
 def train_sentencepiece(sentences: Iterable[str], **settings: Any) -> bytes:
@@ -105,6 +107,9 @@ def check_fields(fields: dict[str, Any], kind: str) -> None:
     sizes = VOCAB_SIZES[kind]
     if fields.get("vocab_size", sizes[0]) not in sizes:
         raise ValueError(f"vocab_size {fields['vocab_size']} must be {sizes[0]} to {sizes[-1]}")
+    both = caseops.TRAINER_SETTINGS.keys() & fields.get("trainer_overrides", {})
+    if fields.get("caseops") and both:
+        raise ValueError(f"caseops sets {min(both)} itself: leave it out of trainer_overrides")
 
 
 def make_spec(fields: dict[str, Any], kind: str) -> Spec:
@@ -114,19 +119,26 @@ def make_spec(fields: dict[str, Any], kind: str) -> Spec:
         file = fields.get("filename", "fineweb_pure_byte_260.json")
         return Spec(fields, kind, fields.get("name", "pure_byte_260"), dataset, file)
     size = fields.get("vocab_size")
+    suffix = CASEOPS_SUFFIX if fields.get("caseops") else ""
     model = None
     if "reuse_model_path" in fields:
         path = Path(fields["reuse_model_path"]).expanduser()
         model = path.read_bytes()
-        pieces = open_model(model, str(path)).vocab_size()
+        sp = open_model(model, str(path))
+        if suffix:
+            caseops.check_tokenizer(sp, str(path))
+        elif caseops.is_caseops(sp):
+            raise ValueError(f"{path} is a CaseOps tokenizer: use it with --caseops")
+        pieces = sp.vocab_size()
         size = size or pieces
         if pieces > size:
             raise ValueError(f"{path} has {pieces} pieces, more than vocab_size {size}: raise it")
     if size is None:
         raise ValueError("it has no vocab_size and no reuse_model_path: set one")
-    dataset = DATASET_PREFIX + fields.get("dataset_suffix", f"sp{size}")
-    file = fields.get("model_prefix", f"fineweb_{size}_bpe") + ".model"
-    return Spec(fields, kind, fields.get("name", f"sp_bpe_{size}"), dataset, file, model)
+    name = fields.get("name", f"sp_bpe_{size}") + suffix
+    dataset = DATASET_PREFIX + fields.get("dataset_suffix", f"sp{size}") + suffix
+    file = fields.get("model_prefix", f"fineweb_{size}_bpe") + suffix + ".model"
+    return Spec(fields, kind, name, dataset, file, model)
 
 
 def read_specs(args: argparse.Namespace) -> list[Spec]:
@@ -159,6 +171,8 @@ def read_specs(args: argparse.Namespace) -> list[Spec]:
                 unused.discard(size)
             if kind == SENTENCEPIECE and args.tokenizer_train_docs is not None:
                 fields["tokenizer_train_docs"] = args.tokenizer_train_docs
+            if kind == SENTENCEPIECE and args.caseops:
+                fields["caseops"] = True
             spec = make_spec(fields, kind)
             for value in (spec.name, spec.dataset, spec.file):
                 if value in taken:
@@ -196,6 +210,7 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
     texts = itertools.islice(texts, spec.fields.get("tokenizer_train_docs"))
     settings = {"vocab_size": spec.fields["vocab_size"], "hard_vocab_limit": False}
     settings |= spec.fields.get("trainer_overrides", {})
+    settings |= caseops.TRAINER_SETTINGS if spec.fields.get("caseops") else {}
     counts: Counter[str] = Counter()
     try:
         limit = int(settings.get("max_sentence_length", MAX_SENTENCE_BYTES))

@@ -145,8 +145,8 @@ def specs_of(tmp_path, content, **options) -> list:
     path = tmp_path / "specs.json"
     path.write_text(json.dumps(content))
     defaults = {"vocab_size": None, "tokenizer_train_docs": None, "reuse_sp_model": []}
-    options = {"tokenizer_config": path, "skip_byte": False, **defaults, **options}
-    return read_specs(argparse.Namespace(**options))
+    defaults |= {"tokenizer_config": path, "skip_byte": False, "caseops": False}
+    return read_specs(argparse.Namespace(**(defaults | options)))
 
 
 def test_specs_that_players_have_are_accepted(tmp_path):

@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from sentencepiece import SentencePieceProcessor
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
+
+import caseops  # noqa: E402
+
 
 def load_model(script_path: Path, path: Path) -> tuple[Any, torch.nn.Module]:
     """Return the knobs and the model in fp32, both as the run's script defines them."""
@@ -65,9 +69,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"tokenizer: {error}: start in the folder of the run, or set --tokenizer")
     if tokenizer.vocab_size() != hp.vocab_size:
         sys.exit(f"the tokenizer does not have VOCAB_SIZE={hp.vocab_size} pieces: set --tokenizer")
-    ids = [tokenizer.bos_id(), *tokenizer.encode(args.prompt)]  # a document begins with BOS
+    has_marks = caseops.is_caseops(tokenizer)
+    prompt = caseops.encode(args.prompt) if has_marks else args.prompt
+    ids = [tokenizer.bos_id(), *tokenizer.encode(prompt)]  # a document begins with BOS
     generate(gpt, ids, hp.train_seq_len, args)
-    print(tokenizer.decode(ids))
+    text = tokenizer.decode(ids)
+    print(caseops.decode(text) if has_marks else text)
 
 
 if __name__ == "__main__":
