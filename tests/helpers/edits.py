@@ -16,7 +16,8 @@ RELU_SQUARED = """\
         x = F.relu(x).square()
 """
 BEFORE_INIT = "        self.init_weights()\n\n"
-LAST_NORM = "        x = rms_norm(x).flatten(0, 1)\n"
+LAST_NORM = "        logits = self.output(rms_norm(x).flatten(0, 1))\n"
+OUTPUT = '        """The output layer, tied or not: (n, D) -> (n, V)."""\n'
 GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
 LOOKUP = "        x = rms_norm(self.tok_emb(input_ids).to(self.dtype))  # (B, T, D)\n"
 ROTATED = """\
@@ -51,7 +52,7 @@ EDITS = {
     ],
     "final_gain": [
         (BEFORE_INIT, f"        self.final_gain = nn.Parameter(torch.ones(D))\n{BEFORE_INIT}"),
-        (LAST_NORM, f"{LAST_NORM}        x = x * self.final_gain.to(x.dtype)\n"),
+        (OUTPUT, f"{OUTPUT}        x = x * self.final_gain.to(x.dtype)\n"),
         (GROUPS, f'{GROUPS}OPTIMIZER_GROUPS |= {{"final_gain": "scalar"}}\n'),
     ],
     "silu": [("F.relu(x).square()", "F.silu(x)")],

@@ -1,0 +1,68 @@
+"""Draw the score of a demo against seconds of training, with two general compressors as lines.
+
+    VAL_LOSS_EVERY=20 RUN_ID=curve PRESET=demo python train_gpt.py
+    python tests/tools/demo_curve.py logs/curve.txt tests/tools/demo.svg
+
+Start it where the demo ran. Needs matplotlib."""
+
+import argparse
+import json
+import lzma
+import re
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from sentencepiece import SentencePieceProcessor
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+SCORE = re.compile(r"step:\d+/\d+ val_loss:\S+ val_bpb:(\S+) train_time:(\d+)ms")
+DATASET, TOKENIZER = "data/datasets/demo_sp1024", "data/tokenizers/demo_1024_bpe.model"
+
+
+def read_curve(log: str) -> tuple[list[float], list[float]]:
+    """Return the seconds and the bits per byte of all validations."""
+    scores = [(int(ms) / 1000, float(bpb)) for bpb, ms in SCORE.findall(log)]
+    if not scores:
+        raise SystemExit("the log has no val_bpb: give the log of a demo")
+    return [seconds for seconds, _ in scores], [bpb for _, bpb in scores]
+
+
+def xz_bits_per_byte(dataset: Path, tokenizer: Path) -> float:
+    """Return the size of the demo's validation text under xz -9e."""
+    tokens = np.fromfile(dataset / "fineweb_val_000000.bin", "<u2")[512:].tolist()  # after a header
+    text = SentencePieceProcessor(model_file=str(tokenizer)).decode(tokens).encode()
+    return 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
+
+
+def draw(log: Path, picture: Path) -> None:
+    """Draw the picture. Its background is white, so that it can be read on a dark page."""
+    seconds, bpb = read_curve(log.read_text())
+    best = json.loads(Path(DATASET, "demo_corpus.json").read_text())["lzma_bpb"]
+    xz = xz_bits_per_byte(Path(DATASET), Path(TOKENIZER))
+    pyplot.rcParams["svg.fonttype"] = "none"  # text stays text
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.2), layout="constrained", facecolor="white")
+    axes.plot(seconds, bpb, color="tab:blue", linewidth=2)
+    axes.annotate(
+        f"{bpb[-1]:.2f}", (seconds[-1], bpb[-1]), xytext=(4, -4), textcoords="offset points"
+    )
+    for value, name, side in (
+        (xz, f"xz -9e: {xz:.2f}", "bottom"),
+        (best, f"best lzma: {best:.2f}", "top"),
+    ):
+        axes.axhline(value, color="tab:gray", linewidth=1, linestyle="--")
+        axes.text(0, value, f" {name}", va=side, color="dimgray")
+    axes.set(xlabel="seconds of training on two CPU cores", ylabel="bits per byte", ylim=(1.7, 4))
+    axes.set_title("The demo's score on text that it has not seen", fontsize="medium")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("log", type=Path)
+    parser.add_argument("picture", type=Path, help=".svg or .png")
+    arguments = parser.parse_args()
+    draw(arguments.log, arguments.picture)
