@@ -43,7 +43,7 @@ def sp() -> SentencePieceProcessor:
 
 def original(base, text: str) -> str:
     """Return the text as the base tokenizer normalizes it, by its own means."""
-    return base.normalize(text).replace("\u2581", " ").lstrip(" ")
+    return base.normalize(text).replace("\u2581", " ")
 
 
 def count_bytes(sp, text: str) -> int:
