@@ -31,14 +31,14 @@ TRAINER_SETTINGS = {
 NORMALIZER = SentencePieceNormalizer(
     rule_name="nmt_nfkc",
     add_dummy_prefix=False,
-    escape_whitespaces=True,
+    escape_whitespaces=False,
     remove_extra_whitespaces=True,
 )
 
 
 def normalize(text: str) -> str:
-    """Return the text as the challenge's tokenizer sees it, without leading spaces."""
-    return NORMALIZER.normalize(text).replace("\u2581", " ").lstrip(" ")
+    """Return the text that the challenge's tokenizer scores. Its spaces are single."""
+    return NORMALIZER.normalize(text)
 
 
 def encode(text: str) -> str:

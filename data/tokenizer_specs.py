@@ -162,6 +162,8 @@ def read_specs(args: argparse.Namespace) -> list[Spec]:
             if isinstance(size, str) and size.isdecimal():
                 size = fields["vocab_size"] = int(size)
             kind = kind_of(fields)
+            if kind == SENTENCEPIECE and args.caseops:
+                fields["caseops"] = True
             check_fields(fields, kind)
             if kind == BYTE and args.skip_byte:
                 continue
@@ -171,8 +173,6 @@ def read_specs(args: argparse.Namespace) -> list[Spec]:
                 unused.discard(size)
             if kind == SENTENCEPIECE and args.tokenizer_train_docs is not None:
                 fields["tokenizer_train_docs"] = args.tokenizer_train_docs
-            if kind == SENTENCEPIECE and args.caseops:
-                fields["caseops"] = True
             spec = make_spec(fields, kind)
             for value in (spec.name, spec.dataset, spec.file):
                 if value in taken:

@@ -1,6 +1,7 @@
 """Edits that players make: each must have an effect, or an error or a warning must name it. An edit
 here replaces a class or a function of the script."""
 
+import ast
 import dataclasses
 import shutil
 import subprocess
@@ -99,6 +100,12 @@ def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(hp, monk
 
 
 # ---- The suite under edits -----------------------------------------------------------------------
+@pytest.mark.baseline
+@pytest.mark.parametrize("names", [TOGETHER, *([name] for name in EDITS)], ids=" ".join)
+def test_the_edits_fit_the_script(names):
+    ast.parse(edit_script(SCRIPT.read_text(), names))
+
+
 @pytest.mark.baseline
 @pytest.mark.recipes
 @pytest.mark.parametrize("names", [TOGETHER, *([name] for name in EDITS)], ids=" ".join)

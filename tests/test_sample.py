@@ -2,10 +2,12 @@
 
 import shutil
 
+import caseops
 import pytest
 import sample
 import sentencepiece
 import torch
+from conftest import TEXTS, train_tokenizer
 
 # A model that continues with the id of the last token plus the length of the context.
 EDITED = """
@@ -41,6 +43,24 @@ def test_a_prompt_follows_bos_and_keeps_its_end(tmp_path, tokenizer, capsys, pro
     options = f"--script {tmp_path}/edited.py --tokens 5 --temperature 0"
     sample.main([str(tmp_path / "model.pt"), prompt, *options.split()])
     assert capsys.readouterr().out == f"{sp.decode(ids)}\n"
+
+
+def test_caseops_marks_the_prompt_and_removes_the_marks(tmp_path, capsys):
+    lines = (caseops.encode(line) for text in TEXTS for line in text.splitlines())
+    model = train_tokenizer(sentence_iterator=lines, **caseops.TRAINER_SETTINGS)
+    (tmp_path / "caseops.model").write_bytes(model)
+    (tmp_path / "edited.py").write_text(EDITED)
+    tokenizer = str(tmp_path / "caseops.model")
+    knobs = {"vocab_size": 384, "train_seq_len": 32, "tokenizer_path": tokenizer}
+    torch.save({"knobs": knobs}, tmp_path / "model.pt")
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    # The model adds the length of the context, with BOS, to the id of the last token.
+    ids = sp.encode(caseops.encode("The NASA"))
+    ids.append((ids[-1] + len(ids) + 1) % 384)
+    options = f"--script {tmp_path}/edited.py --tokens 1 --temperature 0"
+    sample.main([str(tmp_path / "model.pt"), "The NASA", *options.split()])
+    text = capsys.readouterr().out
+    assert text == f"{caseops.decode(sp.decode(ids))}\n" and text.startswith("The NASA")
 
 
 def test_an_error_says_what_is_missing(tmp_path, trained):

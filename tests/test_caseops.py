@@ -1,0 +1,202 @@
+"""CaseOps (data/caseops.py): lossless, the original text's bytes, datasets and their tools."""
+
+import itertools
+import json
+
+import caseops
+import check_dataset
+import demo_corpus
+import download_hf_docs_and_tokenize as rebuild
+import numpy as np
+import pytest
+from conftest import TEXTS, train_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor
+from tokenizer_specs import encode_texts
+
+import train_gpt
+
+# Combining marks, spaces, ligatures, full width, Kelvin and Angstrom signs, dotted and dotless i,
+# characters that normalization deletes or makes several of, emoji, U+2581 and literal marks.
+ODD = "\u0300\u0308\u0345\u200d\u3000\xa0\t\n\ufb01\ufb03\ufb05\uff21\uff22\uff41\u212a\u212b\u1e9e"
+ODD += "\u0130\u0131\u24b6\u33a6\u2167\U0001d400\U0001f130\U0001f600\u4e2d\u2581\1\2\3\x7f\ufeff"
+STRINGS = st.one_of(st.text(alphabet=f"ABTabt .'1\xc4\xe4{ODD}", max_size=30), st.text(max_size=60))
+
+
+def train(**more) -> bytes:
+    lines = (caseops.encode(line) for text in TEXTS for line in text.splitlines())
+    lines = more.pop("lines", lines)
+    return train_tokenizer(sentence_iterator=lines, **caseops.TRAINER_SETTINGS, **more)
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer) -> SentencePieceProcessor:
+    """A tokenizer with the challenge's normalization, without CaseOps."""
+    return SentencePieceProcessor(model_file=str(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def sp() -> SentencePieceProcessor:
+    return SentencePieceProcessor(model_proto=train())
+
+
+def original(base, text: str) -> str:
+    """Return the text as the base tokenizer normalizes it, by its own means."""
+    return base.normalize(text).replace("\u2581", " ")
+
+
+def count_bytes(sp, text: str) -> int:
+    """Return the bytes of a document as the trainer counts them, without CaseOps."""
+    return train_gpt.count_bytes(sp, np.array([sp.bos_id(), *sp.encode(text)]))
+
+
+def test_capitals_become_marks_before_the_space():
+    text = "The NASA's iPhone: I am A. USA1 ABc x-Y \xc4B ONE TWO"
+    marked = "\1the\2 nasa's i\1phone:\1 i am\1 a.\2 usa1\1 a\1bc x-\1y \xc4\1b\2 one\2 two"
+    assert caseops.encode(text) == marked and caseops.decode(marked) == text
+    # A model may write a mark anywhere.
+    assert caseops.decode("\1 5\2\2 \xe4 a\1\1b\2") == " 5 \xe4 aB"
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=STRINGS)
+def test_random_text_comes_back_and_keeps_its_bytes(base, sp, text):
+    expected = original(base, text)
+    marked = caseops.encode(text)
+    assert caseops.decode(sp.decode(sp.encode(marked))) == expected
+    assert count_bytes(sp, marked) == len(expected.encode())
+
+
+ANYWHERE = {"user_defined_symbols": ["\1\u2581the", "e\1e"]}  # at the start and in the middle
+
+
+@pytest.mark.parametrize("more", [{}, ANYWHERE], ids=["usual pieces", "marks anywhere"])
+def test_documents_come_back_and_keep_their_bytes(base, sp, more):
+    """These are the bytes that the score without CaseOps has."""
+    sp = SentencePieceProcessor(model_proto=train(**more)) if more else sp
+    pieces = {sp.id_to_piece(id) for text in TEXTS for id in sp.encode(caseops.encode(text))}
+    assert {"\1", "\2", ".\1", *more.get("user_defined_symbols", [])} <= pieces
+    for text in TEXTS:
+        expected, marked = original(base, text), caseops.encode(text)
+        assert caseops.decode(sp.decode(sp.encode(marked))) == expected
+        num_bytes = len(expected.encode())
+        assert count_bytes(sp, marked) == num_bytes == count_bytes(base, text)
+
+
+def test_no_code_point_becomes_a_mark():
+    valid = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    assert not {*caseops.MARKS} & {*caseops.normalize("0".join(valid))}
+
+
+def test_lower_case_letters_and_combining_marks_are_not_composed(sp):
+    """T + U+0308 is two characters, but the normalization makes one of t + U+0308."""
+    assert caseops.encode("T\u0308") == "\1t\u0308"
+    assert sp.decode(sp.encode("\1t\u0308")) == "\1t\u0308"
+
+
+def test_marks_are_pieces_even_if_the_training_text_has_none():
+    """Otherwise they would be bytes, which count."""
+    sp = SentencePieceProcessor(model_proto=train(lines=iter(["the lazy dog"]), vocab_size=280))
+    assert not any(sp.is_byte(id) for id in sp.encode(caseops.MARKS))
+    assert count_bytes(sp, caseops.encode("The DOG")) == len("The DOG")
+
+
+def export(folder, *arguments) -> dict:
+    """Make folder/out from TEXTS with CaseOps. Returns the manifest."""
+    docs, out = folder / "docs.jsonl", folder / "out"
+    docs.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    rebuild.main(["--docs", str(docs), "--output-root", str(out), *map(str, arguments)])
+    return json.loads((out / "manifest.json").read_text())
+
+
+def read(folder, split: str) -> np.ndarray:
+    return np.fromfile(folder / f"fineweb_{split}_000000.bin", "<u2", offset=1024)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The dataset and the tokenizer of --caseops, made in one process."""
+    folder = tmp_path_factory.mktemp("export")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rebuild, "NUM_THREADS", 1)
+        manifest = export(folder, "--vocab-size", 512, "--caseops", "--num-val-docs", 4)
+    assert manifest["tokenizer_specs"] == [{"vocab_size": 512, "caseops": True}]
+    (dataset,), (tokenizer,) = manifest["datasets"], manifest["tokenizers"]
+    assert tokenizer["name"] == "sp_bpe_512_caseops"
+    assert dataset["path"] == "datasets/fineweb10B_sp512_caseops"
+    assert tokenizer["model_path"] == "tokenizers/fineweb_512_bpe_caseops.model"
+    return folder / "out" / dataset["path"], folder / "out" / tokenizer["model_path"]
+
+
+def test_a_datasets_bytes_are_those_of_its_documents(base, exported, capsys):
+    folder, model = exported
+    assert check_dataset.main([str(folder), "--tokenizer", str(model)]) == 0
+    output = capsys.readouterr().out
+    sp = SentencePieceProcessor(model_file=str(model))
+    for split, texts in (("val", TEXTS[:4]), ("train", TEXTS[4:])):
+        tokens = read(folder, split)
+        num_bytes = sum(len(original(base, text).encode()) for text in texts)
+        assert train_gpt.count_bytes(sp, tokens) == num_bytes
+        assert train_gpt.is_their_tokenizer(sp, tokens)
+        assert f"bytes_per_token:{num_bytes / len(tokens):.4f}\n" in output
+        assert f"{split}: begins: {original(base, texts[0])[:80]}\n" in output
+    plain = encode_texts(base, 1, TEXTS)
+    assert not train_gpt.is_their_tokenizer(sp, plain.clip(max=sp.vocab_size() - 1))
+
+
+def test_several_processes_and_a_reused_model_give_the_same_shards(exported, tmp_path, monkeypatch):
+    folder, model = exported
+    monkeypatch.setattr(rebuild, "NUM_THREADS", 2)
+    monkeypatch.setattr(caseops, "BATCH_SIZE", 17)
+    config = tmp_path / "specs.json"
+    spec = {"vocab_size": 512, "dataset_suffix": "mine", "model_prefix": "mine", "caseops": True}
+    config.write_text(json.dumps([spec]))
+    reuse = ["--tokenizer-config", config, "--reuse-sp-model", f"512={model}"]
+    export(tmp_path, *reuse, "--num-val-docs", 4)
+    assert (tmp_path / "out/tokenizers/mine_caseops.model").read_bytes() == model.read_bytes()
+    for split in ("val", "train"):
+        shard = read(tmp_path / "out/datasets/fineweb10B_mine_caseops", split)
+        assert np.array_equal(shard, read(folder, split))
+
+
+def test_encoding_reads_only_a_batch_ahead(monkeypatch):
+    """The documents may be larger than the memory."""
+    monkeypatch.setattr(caseops, "BATCH_SIZE", 10)
+    texts = iter(["The"] * 100)
+    assert [*itertools.islice(caseops.encode_many(texts, 2), 11)] == ["\1the"] * 11
+    assert len([*texts]) == 80
+
+
+def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tokenizer, tmp_path):
+    config = tmp_path / "specs.json"
+    config.write_text('[{"vocab_size": 9, "trainer_overrides": {"required_chars": "a"}}]')
+    composing = tmp_path / "composing.model"
+    lines = iter(["the lazy dog"])
+    settings = {**caseops.TRAINER_SETTINGS, "normalization_rule_name": "nfkc"}
+    composing.write_bytes(train_tokenizer(sentence_iterator=lines, vocab_size=280, **settings))
+    for arguments, words in (
+        (["--vocab-size=512", f"--reuse-sp-model=512={exported[1]}"], "use it with --caseops"),
+        (
+            ["--vocab-size=384", f"--reuse-sp-model=384={tokenizer}", "--caseops"],
+            "is not a CaseOps",
+        ),
+        (
+            ["--vocab-size=280", f"--reuse-sp-model=280={composing}", "--caseops"],
+            "is not a CaseOps",
+        ),
+        (["--tokenizer-config", config, "--caseops"], "caseops sets required_chars itself"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            export(tmp_path, *arguments)
+
+
+def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_corpus, "strongest_lzma", len)
+    monkeypatch.setattr(demo_corpus, "NUM_VAL_DOCS", 4)
+    paths = tmp_path, tmp_path / "demo.model"
+    demo_corpus.build(TEXTS, *paths, with_caseops=True)
+    num_bytes = sum(len(original(base, text).encode()) for text in TEXTS[:4])
+    assert json.loads((tmp_path / demo_corpus.MANIFEST).read_text())["lzma_bytes"] == num_bytes
+    assert demo_corpus.is_whole(*paths, with_caseops=True)
+    assert not demo_corpus.is_whole(*paths, with_caseops=False)
