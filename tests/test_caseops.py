@@ -197,6 +197,8 @@ def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
     paths = tmp_path, tmp_path / "demo.model"
     demo_corpus.build(TEXTS, *paths, with_caseops=True)
     num_bytes = sum(len(original(base, text).encode()) for text in TEXTS[:4])
-    assert json.loads((tmp_path / demo_corpus.MANIFEST).read_text())["validation_bytes"] == num_bytes
+    assert (
+        json.loads((tmp_path / demo_corpus.MANIFEST).read_text())["validation_bytes"] == num_bytes
+    )
     assert demo_corpus.is_whole(*paths, with_caseops=True)
     assert not demo_corpus.is_whole(*paths, with_caseops=False)
