@@ -42,12 +42,12 @@ def sp() -> SentencePieceProcessor:
 
 
 def original(base, text: str) -> str:
-    """Return the text as the base tokenizer normalizes it, by its own means."""
+    """Return the text that the base tokenizer scores, from its own normalizer."""
     return base.normalize(text).replace("\u2581", " ")
 
 
 def count_bytes(sp, text: str) -> int:
-    """Return the bytes of a document as the trainer counts them, without CaseOps."""
+    """Return the bytes of a document as the trainer counts them."""
     return train_gpt.count_bytes(sp, np.array([sp.bos_id(), *sp.encode(text)]))
 
 
