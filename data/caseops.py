@@ -52,7 +52,7 @@ def encode(text: str) -> str:
 
 
 def encode_many(texts: Iterable[str], num_processes: int) -> Iterator[str]:
-    """Encode texts in several processes. Yields them in order."""
+    """Encode texts in several processes and yield them in order."""
     if num_processes == 1:
         yield from map(encode, texts)
         return

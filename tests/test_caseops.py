@@ -42,18 +42,18 @@ def sp() -> SentencePieceProcessor:
 
 
 def original(base, text: str) -> str:
-    """Return the text as the base tokenizer normalizes it, by its own means."""
+    """Return the text that the base tokenizer scores, from its own normalizer."""
     return base.normalize(text).replace("\u2581", " ")
 
 
 def count_bytes(sp, text: str) -> int:
-    """Return the bytes of a document as the trainer counts them, without CaseOps."""
+    """Return the bytes of a document as the trainer counts them."""
     return train_gpt.count_bytes(sp, np.array([sp.bos_id(), *sp.encode(text)]))
 
 
 def test_capitals_become_marks_before_the_space():
-    text = "The NASA's iPhone: I am A. USA1 ABc x-Y \xc4B ONE TWO"
-    marked = "\1the\2 nasa's i\1phone:\1 i am\1 a.\2 usa1\1 a\1bc x-\1y \xc4\1b\2 one\2 two"
+    text = "The NASA's iPhone: I am A. USA1 ABc aBC x-Y \xc4B ONE TWO"
+    marked = "\1the\2 nasa's i\1phone:\1 i am\1 a.\2 usa1\1 a\1bc a\1b\1c x-\1y \xc4\1b\2 one\2 two"
     assert caseops.encode(text) == marked and caseops.decode(marked) == text
     # A model may write a mark anywhere.
     assert caseops.decode("\1 5\2\2 \xe4 a\1\1b\2") == " 5 \xe4 aB"
@@ -134,6 +134,7 @@ def test_a_datasets_bytes_are_those_of_its_documents(base, exported, capsys):
     assert check_dataset.main([str(folder), "--tokenizer", str(model)]) == 0
     output = capsys.readouterr().out
     sp = SentencePieceProcessor(model_file=str(model))
+    assert sp.piece_to_id(".\1") != sp.unk_id()  # trained on marked text
     for split, texts in (("val", TEXTS[:4]), ("train", TEXTS[4:])):
         tokens = read(folder, split)
         num_bytes = sum(len(original(base, text).encode()) for text in texts)
@@ -171,10 +172,11 @@ def test_encoding_reads_only_a_batch_ahead(monkeypatch):
 def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tokenizer, tmp_path):
     config = tmp_path / "specs.json"
     config.write_text('[{"vocab_size": 9, "trainer_overrides": {"required_chars": "a"}}]')
-    composing = tmp_path / "composing.model"
+    composing, unmarked = tmp_path / "composing.model", tmp_path / "unmarked.model"
     lines = iter(["the lazy dog"])
     settings = {**caseops.TRAINER_SETTINGS, "normalization_rule_name": "nfkc"}
     composing.write_bytes(train_tokenizer(sentence_iterator=lines, vocab_size=280, **settings))
+    unmarked.write_bytes(train_tokenizer(normalization_rule_name="identity"))
     for arguments, words in (
         (["--vocab-size=512", f"--reuse-sp-model=512={exported[1]}"], "use it with --caseops"),
         (
@@ -185,6 +187,7 @@ def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tokenizer, tm
             ["--vocab-size=280", f"--reuse-sp-model=280={composing}", "--caseops"],
             "is not a CaseOps",
         ),
+        (["--vocab-size=384", f"--reuse-sp-model=384={unmarked}", "--caseops"], "is not a CaseOps"),
         (["--tokenizer-config", config, "--caseops"], "caseops sets required_chars itself"),
     ):
         with pytest.raises(SystemExit, match=words):
