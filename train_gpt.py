@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any, TextIO, get_type_hints
 from uuid import uuid4
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: waiting threads do not spin
 import numpy as np
 import torch
 import torch.distributed as dist
