@@ -814,7 +814,8 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
         piece = tokenizer.IdToPiece(i).translate({1: None, 2: None})  # CaseOps marks: no bytes
         has_text[i] = True
         leading_space[i] = piece.startswith("\u2581")  # SentencePiece's mark for a space
-        num_bytes[i] = 1 if tokenizer.IsByte(i) else len(piece.removeprefix("\u2581").encode())
+        text = piece.removeprefix("\u2581").replace("\u2581", " ")  # pieces of several words
+        num_bytes[i] = 1 if tokenizer.IsByte(i) else len(text.encode())
     spaces = leading_space[tokens[1:]] & has_text[tokens[:-1]]
     return int(num_bytes[tokens[1:]].sum() + spaces.sum())
 

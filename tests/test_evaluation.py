@@ -56,6 +56,14 @@ def test_bytes_by_the_rules(sp):
         assert train_gpt.count_bytes(sp, np.array(ids)) == expected, ids
 
 
+def test_a_space_inside_a_piece_is_one_byte():
+    model = train_tokenizer(split_by_whitespace=False)
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ids = [sp.bos_id(), *sp.encode(TEXTS[0])]
+    assert any("\u2581" in sp.id_to_piece(i)[1:] for i in ids)
+    assert train_gpt.count_bytes(sp, np.array(ids)) == len(sp.decode(ids).encode())
+
+
 @pytest.fixture
 def small(tmp_path, tokenizer) -> Hyperparameters:
     """A validation split of two shards and 100 tokens; T = 16."""
