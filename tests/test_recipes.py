@@ -36,11 +36,10 @@ RECIPES = ROOT / "tests" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 STACK = ["int6", "ema", "xsa", "leaky_relu", "muon_weight_decay"]
 BEST = "bigram_hash smear_gate value_residual xsa ema muoneq_r leaky_relu muon_weight_decay".split()
-RECORD = (
-    "record int6 sd_clip gptq rans ema muoneq_r muon_weight_decay adam_weight_decay xsa leaky_relu "
-    "partial_rope depth_recurrence skip_gates shuffled_loader"
-).split()
-RECORD_1493 = [*RECORD, "parallel_residuals", "score_first_ttt"]
+RECORD, RECORD_1493 = (  # as `git apply` takes them
+    [Path(patch).stem for patch in (RECIPES / name).read_text().split()]
+    for name in ("record.txt", "record1493.txt")
+)
 # Pairs that change the same lines.
 EXCLUSIVE = [
     ("ema", "swa"),
