@@ -90,6 +90,8 @@ def knobs_of(knobs: dict[str, str], names: list[str]) -> dict[str, str]:
         environ |= KNOBS.get(name, {})
     if set(names) >= set(RECORD):  # the preset refuses to run without the others
         environ |= {"PRESET": "record", "EVAL_STRIDE": "16"}
+    if set(names) >= set(RECORD_1493):
+        environ |= {"PRESET": "record1493", "LOOP_FIRST": "1", "LOOP_LAYERS": "1"}
     return environ
 
 
@@ -147,6 +149,7 @@ def train_losses(lines: list[str]) -> list[float]:
         pytest.param(STACK, id="stack"),
         pytest.param(BEST, id="best", marks=pytest.mark.recipes),
         pytest.param(RECORD, id="all_of_record", marks=pytest.mark.recipes),
+        pytest.param(RECORD_1493, id="all_of_record1493", marks=pytest.mark.recipes),
         *(pytest.param([name], id=name, marks=pytest.mark.recipes) for name in NAMES),
     ],
 )
