@@ -13,7 +13,7 @@ from conftest import TEXTS, train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
-from tokenizer_specs import encode_texts
+from tokenizer_tools import encode_texts
 
 import train_gpt
 
