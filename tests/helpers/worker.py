@@ -137,27 +137,19 @@ def ignore_sighup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def wait_in_step() -> None:
-    train_gpt.train_step = wait_for_closing(train_gpt.train_step)
-
-
-def wait_in_validation() -> None:
-    train_gpt.evaluate = wait_for_closing(train_gpt.evaluate)
-
-
-def wait_for_closing(function: Callable) -> Callable:
-    """The second call writes the file `ready` and waits until the terminal is closed. (On several
-    ranks the warm-up makes the first call.)"""
+def wait_for_closing() -> None:
+    """The second step writes the file `ready` and waits until the terminal is closed. (On several
+    ranks the warm-up takes the first one.)"""
     calls = count()
 
-    def changed(*arguments):
+    def train_step(state, train_step=train_gpt.train_step):
         if next(calls) == 1:
             open("ready", "w").close()
             while os.isatty(1):
                 time.sleep(0.01)
-        return function(*arguments)
+        return train_step(state)
 
-    return changed
+    train_gpt.train_step = train_step
 
 
 if __name__ == "__main__":
