@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import shards
+import files
 
 try:
     from huggingface_hub import constants, hf_hub_download
@@ -35,7 +35,7 @@ def is_whole(file: Path) -> bool:
     """Return whether a file exists, and is as long as its header says if it is a shard."""
     try:
         if file.suffix == ".bin":
-            shards.count_tokens(file)
+            files.count_tokens(file)
         return file.exists()
     except (OSError, ValueError):
         return False
@@ -60,7 +60,7 @@ def link_or_copy(source: Path, place: Path) -> None:
 
 
 def download_file(
-    path: str, root: Path, repo_id: str = shards.REPO_ID, remote_root: str = shards.REMOTE_ROOT
+    path: str, root: Path, repo_id: str = files.REPO_ID, remote_root: str = files.REMOTE_ROOT
 ) -> None:
     """Download remote_root/path of a dataset repository to root/path. Raises RuntimeError."""
     try:
@@ -68,12 +68,12 @@ def download_file(
         if not is_whole(cached):  # damaged in the cache or on the hub
             cached = fetch(path, repo_id, remote_root, force_download=True)
         if path.endswith(".bin"):
-            shards.count_tokens(cached)
+            files.count_tokens(cached)
         link_or_copy(cached, root / path)
     except Exception as error:  # the classes depend on the client's version
         not_on_hub = isinstance(error, EntryNotFoundError)
         no_network = isinstance(error, LocalEntryNotFoundError)
-        if path == shards.SIDECAR and not_on_hub and not no_network:
+        if path == files.SIDECAR and not_on_hub and not no_network:
             return
         reason = " ".join(str(error).split())
         raise RuntimeError(
@@ -97,10 +97,10 @@ def download_files(paths: list[str], root: Path) -> None:
 def list_files(path: Path, variant: str, train_shards: int | None) -> tuple[list[str], list[str]]:
     """Return the tokenizer's files and the shards to download, according to the manifest. Raises
     ValueError if it does not list them."""
-    manifest = shards.read_json(path)
+    manifest = files.read_json(path)
     datasets = {entry["name"]: entry for entry in manifest["datasets"]}
     tokenizers = {entry["name"]: entry for entry in manifest["tokenizers"]}
-    name = shards.DATASET_PREFIX + variant
+    name = files.DATASET_PREFIX + variant
     if name not in datasets:
         raise ValueError(f"--variant {variant}: {path} has only {', '.join(datasets)}")
     num_train = datasets[name]["stats"]["files_train"]
@@ -119,7 +119,7 @@ def list_files(path: Path, variant: str, train_shards: int | None) -> tuple[list
 def report_own_tokenizer(path: str, place: Path, offline: bool) -> None:
     """Warn that an existing tokenizer is kept if it differs from the hub's."""
     try:
-        cached = fetch(path, shards.REPO_ID, shards.REMOTE_ROOT, local_files_only=offline)
+        cached = fetch(path, files.REPO_ID, files.REMOTE_ROOT, local_files_only=offline)
     except Exception:  # there is nothing to compare with
         return
     if not filecmp.cmp(cached, place, shallow=False):
@@ -128,13 +128,13 @@ def report_own_tokenizer(path: str, place: Path, offline: bool) -> None:
 
 def download(args: argparse.Namespace) -> str:
     """Download what is missing; return a summary. Raises OSError, ValueError or RuntimeError."""
-    manifest = args.root / shards.MANIFEST
+    manifest = args.root / files.MANIFEST
     if not manifest.exists():
         if args.skip_manifest:
             raise ValueError(f"{manifest} is missing: run without --skip-manifest")
-        download_file(shards.MANIFEST, args.root)
+        download_file(files.MANIFEST, args.root)
     tokenizer, tokens = list_files(manifest, args.variant, args.train_shards)
-    paths = tokenizer + tokens + ([shards.DOCS, shards.SIDECAR] if args.with_docs else [])
+    paths = tokenizer + tokens + ([files.DOCS, files.SIDECAR] if args.with_docs else [])
     missing = [path for path in paths if not is_whole(args.root / path)]
     for path in tokenizer:
         if path not in missing:

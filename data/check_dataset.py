@@ -13,9 +13,9 @@ from pathlib import Path
 
 import caseops
 import numpy as np
+from files import HEADER_BYTES, MANIFEST, UNFINISHED_MANIFEST, count_tokens, read_json
 from sentencepiece import SentencePieceProcessor
-from shards import HEADER_BYTES, MANIFEST, UNFINISHED_MANIFEST, count_tokens, read_json
-from tokenizer_specs import open_model
+from tokenizer_tools import open_model
 
 CHUNK = 2**20  # tokens read at a time
 SAMPLE = 20  # documents per shard to decode and encode again

@@ -21,8 +21,8 @@ from pydoc_data.topics import topics
 
 import caseops
 import sentencepiece
-from shards import read_json, write_file, write_json, write_shard
-from tokenizer_specs import encode_texts, train_sentencepiece
+from files import read_json, write_file, write_json, write_shard
+from tokenizer_tools import encode_texts, train_sentencepiece
 
 HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 1024

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import caseops
+import files
 import numpy as np
-import shards
-import tokenizer_specs
+import tokenizer_tools
 from cached_challenge_fineweb import download_file
-from tokenizer_specs import Spec
+from tokenizer_tools import Spec
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -47,10 +47,10 @@ Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 def find_documents(args: argparse.Namespace) -> Path:
     """Return the file of --docs or the hub's. A pipe is copied to a file, to be read again."""
     if args.docs is None:
-        for name in (shards.DOCS, shards.SIDECAR):
+        for name in (files.DOCS, files.SIDECAR):
             if not (args.output_root / name).exists():
                 download_file(name, args.output_root, args.repo_id, args.remote_root)
-        return args.output_root / shards.DOCS
+        return args.output_root / files.DOCS
     if args.docs != "-" and not Path(args.docs).is_fifo():
         return Path(args.docs)
     docs = args.output_root / PIPED_DOCS
@@ -97,10 +97,10 @@ def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
 
 def read_sidecar(args: argparse.Namespace, docs: Path) -> dict | None:
     """Return the facts about the hub's documents; None for your own. Raises ValueError."""
-    path = docs.with_name(shards.SIDECAR)
-    if docs.name != shards.DOCS or not path.exists():
+    path = docs.with_name(files.SIDECAR)
+    if docs.name != files.DOCS or not path.exists():
         return {} if args.docs is None else None
-    sidecar = shards.read_json(path)
+    sidecar = files.read_json(path)
     if not isinstance(sidecar, dict):
         raise ValueError(f"{path} must be a JSON object: correct it or delete it")
     return sidecar
@@ -130,7 +130,7 @@ def docs_meta(args: argparse.Namespace, docs: Path, sidecar: dict | None, num_do
     with open(docs, "rb") as file:
         for line in file:
             digest.update(line)
-    path = os.path.relpath(docs.with_name(shards.SIDECAR), args.output_root)
+    path = os.path.relpath(docs.with_name(files.SIDECAR), args.output_root)
     return {
         "remote_repo_id": args.repo_id if args.docs is None else None,
         "remote_root": args.remote_root if args.docs is None else None,
@@ -169,7 +169,7 @@ def export_dataset(
     for split, part in {"val": itertools.islice(texts, num_docs["val"]), "train": texts}.items():
         sizes: list[int] = []
         for shard in encode_into_shards(part, encode, shard_size):
-            shards.write_shard(folder / f"fineweb_{split}_{len(sizes):06d}.bin", shard)
+            files.write_shard(folder / f"fineweb_{split}_{len(sizes):06d}.bin", shard)
             sizes.append(shard.size)
         stats |= {f"docs_{split}": num_docs[split], f"files_{split}": len(sizes)}
         stats[f"tokens_{split}"] = sum(sizes)
@@ -182,9 +182,9 @@ def write_dataset(
     spec: Spec, model: bytes | None, docs: Path, num_docs: dict[str, int], args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write a tokenizer and its dataset. Returns their entries in the manifest."""
-    tokenizer = tokenizer_specs.write_tokenizer(spec, model, args.output_root)
-    sp = None if model is None else tokenizer_specs.open_model(model, spec.name)
-    encode = functools.partial(tokenizer_specs.encode_texts, sp, NUM_THREADS)
+    tokenizer = tokenizer_tools.write_tokenizer(spec, model, args.output_root)
+    sp = None if model is None else tokenizer_tools.open_model(model, spec.name)
+    encode = functools.partial(tokenizer_tools.encode_texts, sp, NUM_THREADS)
     texts = iter(tqdm(read_texts(docs, spec), spec.dataset, sum(num_docs.values()), unit="doc"))
     path = f"datasets/{spec.dataset}"
     stats = export_dataset(texts, num_docs, encode, args.output_root / path, args.chunk_tokens)
@@ -207,7 +207,7 @@ def print_training_command(spec: Spec, tokenizer: dict[str, Any], output: Path) 
     size, wanted = tokenizer["vocab_size"], spec.fields.get("vocab_size", 0)
     if size < wanted:
         print(f"WARNING: {spec.dataset} has {size} pieces, not {wanted}: use VOCAB_SIZE={size}")
-    if spec.kind == tokenizer_specs.SENTENCEPIECE:  # train_gpt.py does not take bytes
+    if spec.kind == tokenizer_tools.SENTENCEPIECE:  # train_gpt.py does not take bytes
         data, model = output / "datasets" / spec.dataset, output / tokenizer["model_path"]
         knobs = f"DATA_PATH={shlex.quote(str(data))} TOKENIZER_PATH={shlex.quote(str(model))}"
         script = shlex.quote(os.path.relpath(HERE.parent / "train_gpt.py"))
@@ -216,18 +216,18 @@ def print_training_command(spec: Spec, tokenizer: dict[str, Any], output: Path) 
 
 def rebuild(args: argparse.Namespace) -> None:
     """Write tokenizers, datasets and manifest. Raises OSError, ValueError or RuntimeError."""
-    specs = tokenizer_specs.read_specs(args)
+    specs = tokenizer_tools.read_specs(args)
     output = args.output_root
     output.mkdir(parents=True, exist_ok=True)
     docs = find_documents(args)
     sidecar = read_sidecar(args, docs)
     num_docs = count_splits(args, docs, sidecar)
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
-    models = [tokenizer_specs.make_model(spec, read_texts(docs, spec), cut) for spec in specs]
+    models = [tokenizer_tools.make_model(spec, read_texts(docs, spec), cut) for spec in specs]
     # Until the end there is no manifest, so that check_dataset.py refuses an unfinished rebuild.
-    unfinished = output / shards.UNFINISHED_MANIFEST
-    shards.write_json(unfinished, {})
-    (output / shards.MANIFEST).unlink(missing_ok=True)
+    unfinished = output / files.UNFINISHED_MANIFEST
+    files.write_json(unfinished, {})
+    (output / files.MANIFEST).unlink(missing_ok=True)
     pairs = zip(specs, models, strict=True)
     entries = [write_dataset(spec, model, docs, num_docs, args) for spec, model in pairs]
     specs_used = [spec.fields for spec in specs]
@@ -244,8 +244,8 @@ def rebuild(args: argparse.Namespace) -> None:
         "tokenizers": [tokenizer for tokenizer, _ in entries],
         "datasets": [dataset for _, dataset in entries],
     }
-    shards.write_json(output / "tokenizer_config.export.json", {"tokenizers": specs_used})
-    shards.write_json(output / shards.MANIFEST, manifest)
+    files.write_json(output / "tokenizer_config.export.json", {"tokenizers": specs_used})
+    files.write_json(output / files.MANIFEST, manifest)
     unfinished.unlink()
     for spec, tokenizer in zip(specs, manifest["tokenizers"], strict=True):
         print_training_command(spec, tokenizer, output)
@@ -270,8 +270,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output-root", type=Path, required=True)
     docs = "plain text or JSON lines, - for stdin (default: the hub's documents)"
     parser.add_argument("--docs", metavar="FILE", help=docs)
-    parser.add_argument("--repo-id", default=shards.REPO_ID)
-    parser.add_argument("--remote-root", default=shards.REMOTE_ROOT)
+    parser.add_argument("--repo-id", default=files.REPO_ID)
+    parser.add_argument("--remote-root", default=files.REMOTE_ROOT)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--vocab-size", help="make one SentencePiece tokenizer", **number)
     which.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")

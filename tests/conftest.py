@@ -25,6 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_gpt.py"
+WORKER = ROOT / "tests" / "helpers" / "worker.py"  # the script with changes
 sys.path[:0] = [str(ROOT / name) for name in ("", "data", "tests/helpers", "tests/tools")]
 
 import train_gpt  # noqa: E402
@@ -293,23 +294,6 @@ def start_in_terminal(
     process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL, *command], **settings)
     os.close(slave)
     return process, master
-
-
-def write_worker(folder: Path, change: str) -> Path:
-    """Write a script that imports train_gpt, executes `change` and runs main."""
-    head = f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
-    head += "train_gpt.F.dropout = lambda x, *args, **settings: x\n"
-    path = folder / "worker.py"
-    path.write_text(f"{head}{change}\ntrain_gpt.main()\n")
-    return path
-
-
-# The status line may change at every call, not once a second.
-HURRY = """
-from itertools import count
-from types import SimpleNamespace
-clock = count(step=2)
-train_gpt.time = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)"""
 
 
 def read_until(process: subprocess.Popen, beginning: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import (
     ALONE,
+    WORKER,
     failed,
     finished,
     launch_command,
@@ -18,7 +19,6 @@ from conftest import (
     same_models,
     send_signals,
     start,
-    write_worker,
 )
 
 import train_gpt
@@ -137,24 +137,12 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
 
 
 # ---- several ranks -------------------------------------------------------------------------------
-
-
-# A signal to one rank in step 3.
-STOP = """
-def train_step(state, train_step=train_gpt.train_step):
-    if state.step == 2 and state.runtime.rank == 1:
-        os.kill(os.getpid(), 2)
-    return train_step(state)
-
-train_gpt.train_step = train_step"""
-
-
 def test_a_signal_to_one_rank_stops_all_and_they_resume_to_the_same_bits(tmp_path, long_knobs):
     """The order in which DDP adds gradients changes after the first step of a process."""
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     environ = {**long_knobs, "ITERATIONS": "5"}
     finished(run_ranks(whole, environ, 4)[0])
-    stopped = run_ranks(rest, environ, 4, [write_worker(tmp_path, STOP)])
+    stopped = run_ranks(rest, environ, 4, [WORKER, "signal_one_rank"])
     assert [rank.returncode for rank in stopped] == [130, 130, 130, 130]
     assert stopped[0].stdout.splitlines()[-1].startswith("stopped: signal:2 step:3/5: ")
     lines = finished(run_ranks(rest, {**environ, "RESUME": "auto"}, 4)[0])
@@ -162,32 +150,11 @@ def test_a_signal_to_one_rank_stops_all_and_they_resume_to_the_same_bits(tmp_pat
     assert same_models(rest, whole)
 
 
-# Rank 1 kills itself in step 12. After the restart it is late, and rank 0 must not find its old
-# address. In step 18 all wait for the signal.
-KILL = """
-first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-is_last = os.environ["RANK"] == "1"
-if is_last and not first_start:
-    time.sleep(2)
-
-def train_step(state, train_step=train_gpt.train_step):
-    if is_last and first_start and state.step == 11:
-        os.kill(os.getpid(), 9)
-    if state.step == 17:
-        state.runtime.log("waiting")
-        while not state.signum:
-            time.sleep(0.05)
-    return train_step(state)
-
-train_gpt.train_step = train_step"""
-
-
 def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
     """torchrun restarts all ranks when one is killed. When it gets a signal itself, they save and
     leave. Two ranks that resume end with the same bits as undisturbed ones."""
     environ = {**long_knobs, "CHECKPOINT_EVERY": "5", "RESUME": "auto"}
-    worker = write_worker(tmp_path, KILL)
-    agent = start(tmp_path, environ, [*launch_command(2, restarts=1), worker])
+    agent = start(tmp_path, environ, [*launch_command(2, restarts=1), WORKER, "kill_rank_1"])
     read_until(agent, f"resume:{CHECKPOINT} step:10 ")
     read_until(agent, "waiting")
     agent.send_signal(signal.SIGTERM)

@@ -13,10 +13,10 @@ from conftest import (
     ALONE,
     ROOT,
     SCRIPT,
+    WORKER,
     failed,
     process_environ,
     run_ranks,
-    write_worker,
 )
 from edits import EDITS, TOGETHER, edit_script
 from torch import nn
@@ -30,22 +30,9 @@ def hp(knobs, tmp_path) -> Hyperparameters:
     return Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(tmp_path)})
 
 
-# Parameters that the loss does not depend on.
-DEAD = """
-import torch
-
-class DeadMLP(train_gpt.MLP):
-    def __init__(self, hp):
-        super().__init__(hp)
-        self.dead = torch.nn.Parameter(torch.zeros(3))
-        self.dead_matrix = torch.nn.Parameter(torch.zeros(3, 4))
-
-train_gpt.MLP = DeadMLP"""
-
-
 def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs):
     """Before DistributedDataParallel refuses a second step."""
-    for result in run_ranks(tmp_path, knobs, 2, [write_worker(tmp_path, DEAD)]):
+    for result in run_ranks(tmp_path, knobs, 2, [WORKER, "dead_parameters"]):
         assert failed(result, "blocks.0.mlp.dead got no gradient")
 
 

@@ -22,8 +22,8 @@ def score_knobs(tmp_path, quantized_knobs) -> dict[str, str]:
     return {**quantized_knobs, "DATA_PATH": str(data)}
 
 
-def score(folder: Path, knobs: dict, path: Path, ranks: int = 0, code: int = 0) -> list[str]:
-    """The log of EVAL_ONLY=path, which must exit with this code."""
+def eval_only(folder: Path, knobs: dict, path: Path, ranks: int = 0, code: int = 0) -> list[str]:
+    """Run EVAL_ONLY=path, which must exit with this code. Returns its log."""
     environ = {**knobs, "EVAL_ONLY": str(path)}
     result = run_ranks(folder, environ, ranks)[0] if ranks else run_here(folder, environ)
     assert result.returncode == code, result.stderr
@@ -32,7 +32,7 @@ def score(folder: Path, knobs: dict, path: Path, ranks: int = 0, code: int = 0) 
 
 
 def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path, score_knobs):
-    lines = score(tmp_path, score_knobs, trained[0] / ARTIFACT)
+    lines = eval_only(tmp_path, score_knobs, trained[0] / ARTIFACT)
     assert lines[-1] == trained[1][-1]
     assert lines[-2].startswith("final_int8_zlib_roundtrip val_loss:")
     assert not any(line.startswith(("step:", "warmup_step:")) for line in lines)
@@ -42,7 +42,7 @@ def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path,
 @pytest.mark.parametrize("name", [ARTIFACT, CHECKPOINT])
 def test_the_knobs_of_a_files_training_are_defaults(trained, tmp_path, quantized_knobs, name):
     """The environment and the preset override them."""
-    lines = score(tmp_path, {"EVAL_STRIDE": "16"}, trained[0] / name)
+    lines = eval_only(tmp_path, {"EVAL_STRIDE": "16"}, trained[0] / name)
     (knobs,) = (line.split(":", 1)[1] for line in lines if line.startswith("knobs:"))
     taken = {f"file:{knob}={quantized_knobs[knob]}" for knob in ("MODEL_DIM", "VOCAB_SIZE")}
     assert {*taken, "EVAL_STRIDE=16"} < {*knobs.split()}
@@ -55,7 +55,7 @@ def test_the_knobs_of_a_files_training_are_defaults(trained, tmp_path, quantized
 
 @pytest.mark.parametrize("name, ranks", [(MODEL, 0), (CHECKPOINT, 0), (CHECKPOINT, 2)])
 def test_unquantized_weights_have_another_line(trained, tmp_path, score_knobs, name, ranks):
-    lines = score(tmp_path, score_knobs, trained[0] / name, ranks)
+    lines = eval_only(tmp_path, score_knobs, trained[0] / name, ranks)
     assert "final_int8" not in "".join(lines)
     assert re.fullmatch(r"eval_only val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}", lines[-1])
     (end,) = (line for line in trained[1] if line.startswith("step:6/6 val_loss:"))
@@ -67,5 +67,5 @@ def test_a_score_that_is_not_finite_is_printed_and_fails_the_run(trained, tmp_pa
     weights = torch.load(trained[0] / MODEL, weights_only=True)
     weights["tok_emb.weight"].fill_(torch.nan)
     torch.save(weights, tmp_path / "nan.pt")
-    lines = score(tmp_path, score_knobs, tmp_path / "nan.pt", code=1)
+    lines = eval_only(tmp_path, score_knobs, tmp_path / "nan.pt", code=1)
     assert lines[-1].startswith("eval_only val_loss:nan ")

@@ -116,7 +116,7 @@ def test_without_qmeta_a_scale_with_one_dimension_is_one_per_row():
     assert torch.equal(restored["w"], values * scales[:, None, None])
 
 
-def state_of(knobs: dict[str, str], source: bytes) -> train_gpt.TrainingState:
+def state_with_source(knobs: dict[str, str], source: bytes) -> train_gpt.TrainingState:
     """State of a run of this source."""
     hp = train_gpt.Hyperparameters.from_env(knobs)
     return train_gpt.new_state(hp, replace(ALONE, log=Lines(), source=source))
@@ -125,10 +125,10 @@ def state_of(knobs: dict[str, str], source: bytes) -> train_gpt.TrainingState:
 @pytest.mark.parametrize("spare, verdict", [(0, "fits"), (-1, "too_large")])
 def test_the_artifact_and_the_lines_of_its_size(quantized_knobs, spare, verdict):
     """With code of a length that fits to the byte, or is one byte too long."""
-    state = state_of(quantized_knobs, b"")
+    state = state_with_source(quantized_knobs, b"")
     size = len(train_gpt.export(state.gpt, state.hp, state.runtime))
     code, total = 16_000_000 - spare - size, 16_000_000 - spare
-    state = state_of(quantized_knobs, b"#" * code)
+    state = state_with_source(quantized_knobs, b"#" * code)
     artifact = train_gpt.export(state.gpt, state.hp, state.runtime)
     _, code_line, _, model, submission, check = state.runtime.log.text.splitlines()
     assert code_line == f"Code size: {code} bytes"
@@ -146,7 +146,7 @@ def test_the_code_is_what_it_was_when_the_run_began(quantized_knobs, tmp_path, m
     script = tmp_path / "script.py"
     script.write_text("eight = 8")
     monkeypatch.setattr(train_gpt, "__file__", str(script))
-    state = state_of(quantized_knobs, b"")
+    state = state_with_source(quantized_knobs, b"")
     runtime = train_gpt.open_runtime(state.hp)
     script.write_text("x = 1")
     train_gpt.export(state.gpt, state.hp, runtime)

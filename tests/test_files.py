@@ -37,14 +37,14 @@ def resume(state: TrainingState, path: Path, data: bytes) -> None:
     load_checkpoint(replace(state, hp=replace(state.hp, resume=str(path))))
 
 
-def score(state: TrainingState, path: Path, data: bytes) -> None:
+def load_model(state: TrainingState, path: Path, data: bytes) -> None:
     load_weights(state.gpt, data, str(path))
 
 
-PLAIN = [(score, MODEL), (score, CHECKPOINT), (resume, CHECKPOINT)]
+PLAIN = [(load_model, MODEL), (load_model, CHECKPOINT), (resume, CHECKPOINT)]
 
 
-@pytest.mark.parametrize("load, name", [*PLAIN, (score, ARTIFACT)])
+@pytest.mark.parametrize("load, name", [*PLAIN, (load_model, ARTIFACT)])
 def test_a_damaged_file_is_refused_or_loads_the_same_weights(trained, tmp_path, state, load, name):
     """The file is cut short, or one byte of the artifact is changed, mostly near an end, where the
     structure is. Some bytes have no meaning, such as padding."""
@@ -75,7 +75,7 @@ class Hostile:
         return os.mkdir, ("marker",)
 
 
-@pytest.mark.parametrize("load", [score, resume])
+@pytest.mark.parametrize("load", [load_model, resume])
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("wrap", [train_gpt.compress, bytes])
 def test_no_code_is_run_from_a_file(tmp_path, monkeypatch, state, load, is_zip, wrap):
@@ -92,7 +92,7 @@ def test_no_code_is_run_from_a_file(tmp_path, monkeypatch, state, load, is_zip, 
     assert Path("marker").exists()  # it would have worked
 
 
-@pytest.mark.parametrize("load, name", [*PLAIN, (score, ARTIFACT)])
+@pytest.mark.parametrize("load, name", [*PLAIN, (load_model, ARTIFACT)])
 def test_weights_of_another_model_are_an_error_that_names_the_file(
     trained, tmp_path, state, load, name
 ):
@@ -111,7 +111,7 @@ def test_a_codec_that_fails_is_shown_with_the_type_of_its_error(tmp_path, state,
     """The file may be damaged, or the player's codec may have a bug."""
     monkeypatch.setattr(train_gpt, "decompress", lambda data: lzma.decompress(data))  # noqa: F821
     with pytest.raises(InputError, match="is damaged or not a model file: NameError: .*'lzma'"):
-        score(state, tmp_path / "file", b"compressed")
+        load_model(state, tmp_path / "file", b"compressed")
 
 
 def test_a_bug_in_dequantize_keeps_its_traceback(trained, tmp_path, quantized_knobs, monkeypatch):

@@ -16,8 +16,8 @@ import pytest
 import torch
 from conftest import (
     ALONE,
-    HURRY,
     SCRIPT,
+    WORKER,
     Lines,
     failed,
     finished,
@@ -27,7 +27,6 @@ from conftest import (
     scores,
     start,
     start_in_terminal,
-    write_worker,
 )
 
 import train_gpt
@@ -93,8 +92,7 @@ def single(tmp_path_factory, knobs) -> tuple[Path, str, int]:
     """Folder, log and exit code of a run in its own process, whose stdout is closed after the first
     line, as by `| head -1`."""
     folder = tmp_path_factory.mktemp("single")
-    worker = write_worker(folder, "")
-    process = start(folder, knobs, [sys.executable, worker])
+    process = start(folder, knobs, [sys.executable, WORKER])
     assert process.stdout.readline() == "logs/test.txt\n"
     process.stdout.close()
     code = process.wait(timeout=240)
@@ -127,7 +125,7 @@ def test_another_argument_is_an_error(tmp_path, argument):
 
 
 def test_a_terminal_has_a_status_line_and_the_log_file_has_not(tmp_path, knobs):
-    command = [sys.executable, write_worker(tmp_path, HURRY)]
+    command = [sys.executable, WORKER, "fast_status_line"]
     process, master = start_in_terminal(tmp_path, {**knobs, "ITERATIONS": "2"}, command)
     shown = b""
     with contextlib.suppress(OSError):  # on Linux at the end of the run
@@ -177,7 +175,7 @@ def test_the_console_shows_the_log_and_a_warm_up_changes_no_bit(single, tmp_path
 def test_the_sizes_are_those_of_the_files(single):
     folder, output, _ = single
     found = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    assert found == {"worker.py", "stderr.txt", MODEL, ARTIFACT, RESULT, "logs/test.txt"}
+    assert found == {"stderr.txt", MODEL, ARTIFACT, RESULT, "logs/test.txt"}
     plain, code = (folder / MODEL).stat().st_size, SCRIPT.stat().st_size
     artifact = (folder / ARTIFACT).read_bytes()
     assert f"\nSerialized model: {plain} bytes\n" in output
@@ -216,9 +214,7 @@ def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
 # ---- how a run ends ------------------------------------------------------------------------------
 def test_what_any_rank_prints_is_not_lost(tmp_path, knobs):
     """In a pipe Python keeps it until it exits."""
-    change = "sys.stdout.reconfigure(line_buffering=False, write_through=False)\n"
-    change += "print('from rank', os.environ['RANK'])"
-    results = run_ranks(tmp_path, {**knobs, "ITERATIONS": "0"}, 2, [write_worker(tmp_path, change)])
+    results = run_ranks(tmp_path, {**knobs, "ITERATIONS": "0"}, 2, [WORKER, "print_rank"])
     assert [f"from rank {rank}\n" in results[rank].stdout for rank in (0, 1)] == [True, True]
 
 

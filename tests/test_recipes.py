@@ -219,6 +219,8 @@ def test_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path, monkeypatc
 
 
 def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
+    """The ranks run the script as a file, and loss and gradients are local to train_step. So the
+    test edits its text."""
     script = patch_script(tmp_path, ["fp16"])
     text = script.read_text()
     infinite = "(math.inf if state.step == 3 and state.runtime.rank == 1 else 1)"

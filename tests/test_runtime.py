@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conftest import (
+    WORKER,
     failed,
     finished,
     free_port,
@@ -13,7 +14,6 @@ from conftest import (
     start,
     without_gloo,
     write_shard,
-    write_worker,
 )
 
 from train_gpt import Hyperparameters, InputError, open_device, open_runtime
@@ -47,46 +47,17 @@ def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own
     write_shard(other / "fineweb_train_000001.bin", range(9))
     (other / "small.model").write_bytes(b"another tokenizer")
     (other / "edited.py").write_text("another script")
-    change = "train_gpt.__file__ = os.environ.get('SCRIPT', train_gpt.__file__)"
-    worker = write_worker(tmp_path, change)
     environ = {**knobs, "TRAIN_LOG_EVERY": "12"}
-    for result in run_ranks(tmp_path, environ, 2, [worker], own={1: own}):
+    for result in run_ranks(tmp_path, environ, 2, [WORKER, "another_script"], own={1: own}):
         failed(result, words)
         assert result.stdout == ""
 
 
 def test_replicas_that_differ_are_a_warning(tmp_path, knobs):
     """torch itself warns of nothing."""
-    change = """
-def train(state, validation, train=train_gpt.train):
-    signum = train(state, validation)
-    next(state.gpt.parameters()).data[0, 3] += 1e-5 * state.runtime.rank
-    return signum
-
-train_gpt.train = train"""
-    worker = write_worker(tmp_path, change)
-    result = run_ranks(tmp_path, {**knobs, "ITERATIONS": "1"}, 2, [worker])[0]
+    result = run_ranks(tmp_path, {**knobs, "ITERATIONS": "1"}, 2, [WORKER, "differing_replicas"])[0]
     warned = [line for line in finished(result) if "WARNING: replicas:" in line]
     assert len(warned) == 1 and "Warning" not in result.stderr
-
-
-# Time passes in steps, twice as fast on rank 1, in validations and while a file is written.
-CLOCK = """
-from types import SimpleNamespace
-now = 1000.0
-rank = int(os.environ["RANK"])
-
-def let_pass(function, seconds):
-    def wrapped(*arguments):
-        global now
-        now += seconds
-        return function(*arguments)
-    return wrapped
-
-train_gpt.time = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
-train_gpt.train_step = let_pass(train_gpt.train_step, (1 + rank) / 16)
-train_gpt.write_file = let_pass(train_gpt.write_file, 100)
-train_gpt.evaluate = let_pass(train_gpt.evaluate, 100)"""
 
 
 def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
@@ -94,7 +65,7 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     it, too, so that all ranks keep the same weights."""
     environ = {**knobs, "ITERATIONS": "100000", "MAX_WALLCLOCK_SECONDS": "1"}
     environ |= {"CHECKPOINT_EVERY": "6", "VAL_LOSS_EVERY": "8", "WARMDOWN_ITERS": "12"}
-    result, _ = run_ranks(tmp_path, environ, 2, [write_worker(tmp_path, CLOCK)])
+    result, _ = run_ranks(tmp_path, environ, 2, [WORKER, "clock_of_steps"])
     lines = finished(result)
     (stop,) = [i for i, line in enumerate(lines) if line.startswith("stopping_early")]
     assert lines[stop] == "stopping_early: wallclock_cap train_time:1000ms step:16/100000"
@@ -117,7 +88,7 @@ def test_two_nodes_that_share_no_files_train_like_one_process(tmp_path, dataset,
     environ = {**knobs, **local, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
-    command.append(write_worker(tmp_path, ""))
+    command.append(WORKER)
     agents = []
     for node in ("a", "b"):
         shutil.copytree(dataset, tmp_path / node / "data")
@@ -138,13 +109,7 @@ def test_two_nodes_that_share_no_files_train_like_one_process(tmp_path, dataset,
 
 
 def test_a_rank_that_raises_takes_all_down(tmp_path, knobs):
-    """Rank 2 breaks in step 4, as one with an edited script may."""
-    change = """
-def train_step(state, train_step=train_gpt.train_step):
-    assert state.runtime.rank != 2 or state.step < 3, "the fault of rank 2"
-    return train_step(state)
-
-train_gpt.train_step = train_step"""
-    results = run_ranks(tmp_path, knobs, 4, [write_worker(tmp_path, change)])
+    """As one with an edited script may."""
+    results = run_ranks(tmp_path, knobs, 4, [WORKER, "fault_of_rank_2"])
     assert [result.returncode for result in results] == [1, 1, 1, 1]
     assert results[2].stderr.endswith("AssertionError: the fault of rank 2\n")

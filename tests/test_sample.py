@@ -31,35 +31,39 @@ def test_each_file_of_a_run_writes_text(trained, capsys):
     assert texts[0] != texts[1] == texts[2] and all(text.startswith("The") for text in texts)
 
 
-@pytest.mark.parametrize("prompt", ["", 40 * "7"])
-def test_a_prompt_follows_bos_and_keeps_its_end(tmp_path, tokenizer, capsys, prompt):
-    (tmp_path / "edited.py").write_text(EDITED)
-    knobs = {"vocab_size": 384, "train_seq_len": 32, "tokenizer_path": str(tokenizer)}
-    torch.save({"knobs": knobs}, tmp_path / "model.pt")
-    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-    ids = [1, *sp.encode(prompt)]
+def sample_edited(folder, tokenizer: bytes, prompt: str, capsys) -> str:
+    """Return what sample.py writes with EDITED and this tokenizer: five tokens."""
+    (folder / "edited.py").write_text(EDITED)
+    (folder / "a.model").write_bytes(tokenizer)
+    knobs = {"vocab_size": 384, "train_seq_len": 32, "tokenizer_path": str(folder / "a.model")}
+    torch.save({"knobs": knobs}, folder / "model.pt")
+    options = f"--script {folder}/edited.py --tokens 5 --temperature 0"
+    sample.main([str(folder / "model.pt"), prompt, *options.split()])
+    return capsys.readouterr().out
+
+
+def continuation(ids: list[int]) -> list[int]:
+    """Return BOS, these ids and the five that EDITED adds."""
+    ids = [1, *ids]
     for _ in range(5):
         ids.append((ids[-1] + min(len(ids), 32)) % 384)
-    options = f"--script {tmp_path}/edited.py --tokens 5 --temperature 0"
-    sample.main([str(tmp_path / "model.pt"), prompt, *options.split()])
-    assert capsys.readouterr().out == f"{sp.decode(ids)}\n"
+    return ids
+
+
+@pytest.mark.parametrize("prompt", ["", 40 * "7"])
+def test_a_prompt_follows_bos_and_keeps_its_end(tmp_path, tokenizer, capsys, prompt):
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    ids = continuation(sp.encode(prompt))
+    text = sample_edited(tmp_path, tokenizer.read_bytes(), prompt, capsys)
+    assert text == f"{sp.decode(ids)}\n"
 
 
 def test_caseops_marks_the_prompt_and_removes_the_marks(tmp_path, capsys):
     lines = (caseops.encode(line) for text in TEXTS for line in text.splitlines())
     model = train_tokenizer(sentence_iterator=lines, **caseops.TRAINER_SETTINGS)
-    (tmp_path / "caseops.model").write_bytes(model)
-    (tmp_path / "edited.py").write_text(EDITED)
-    tokenizer = str(tmp_path / "caseops.model")
-    knobs = {"vocab_size": 384, "train_seq_len": 32, "tokenizer_path": tokenizer}
-    torch.save({"knobs": knobs}, tmp_path / "model.pt")
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-    # The model adds the length of the context, with BOS, to the id of the last token.
-    ids = sp.encode(caseops.encode("The NASA"))
-    ids.append((ids[-1] + len(ids) + 1) % 384)
-    options = f"--script {tmp_path}/edited.py --tokens 1 --temperature 0"
-    sample.main([str(tmp_path / "model.pt"), "The NASA", *options.split()])
-    text = capsys.readouterr().out
+    ids = continuation(sp.encode(caseops.encode("The NASA")))
+    text = sample_edited(tmp_path, model, "The NASA", capsys)
     assert text == f"{caseops.decode(sp.decode(ids))}\n" and text.startswith("The NASA")
 
 

@@ -8,14 +8,13 @@ import time
 import pytest
 import torch
 from conftest import (
-    HURRY,
+    WORKER,
     finished,
     launch_command,
     run_here,
     run_ranks,
     send_signals,
     start_in_terminal,
-    write_worker,
 )
 
 import train_gpt
@@ -70,51 +69,26 @@ def test_a_signal_during_a_validation_is_obeyed_after_the_next_step(tmp_path, kn
 
 
 def test_a_signal_while_final_model_is_written_ends_the_run_when_it_is_whole(tmp_path, knobs):
-    change = """
-def write_file(path, data, log, write_file=train_gpt.write_file):
-    if path.name == "final_model.pt":
-        os.kill(os.getpid(), 15)
-    return write_file(path, data, log)
-
-train_gpt.write_file = write_file"""
-    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, [write_worker(tmp_path, change)])
+    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, [WORKER, "signal_in_write"])
     assert result.returncode == -signal.SIGTERM
-    assert {path.name for path in tmp_path.iterdir()} == {"worker.py", "logs", "final_model.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_model.pt"}
     assert torch.load(tmp_path / "final_model.pt", weights_only=True)
 
 
-# The second call of a function waits until the terminal is closed. (Ranks have one in the warm-up.)
-CLOSE = """
-calls = count()
-
-def close(function):
-    def wrapped(*arguments):
-        if next(calls) == 1:
-            open("ready", "w").close()
-            while os.isatty(1):
-                time.sleep(0.01)
-        return function(*arguments)
-    return wrapped
-
-train_gpt.{0} = close(train_gpt.{0})"""
-NOHUP = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
-
-
 @pytest.mark.parametrize(
-    "inside, ranks, before, codes",
+    "changes, ranks, codes",
     [
-        ("train_step", 0, "", [129]),
-        ("evaluate", 0, "", [129]),
-        ("train_step", 0, NOHUP, [0]),
-        ("train_step", 2, "", [1, 120]),  # torchrun's own: Python gives 120 without a stderr
+        ([], 0, [129]),
+        (["ignore_sighup"], 0, [0]),
+        ([], 2, [1, 120]),  # torchrun's own: Python gives 120 without a stderr
     ],
-    ids=["step", "validation", "nohup", "torchrun"],
+    ids=["step", "nohup", "torchrun"],
 )
-def test_a_closed_terminal_loses_nothing(tmp_path, knobs, inside, ranks, before, codes):
+def test_a_closed_terminal_loses_nothing(tmp_path, knobs, changes, ranks, codes):
     """A checkpoint is saved. If SIGHUP is ignored, the run goes on."""
-    worker = write_worker(tmp_path, before + HURRY + CLOSE.format(inside))
+    command = [*launch_command(ranks), WORKER, "fast_status_line", "wait_for_closing", *changes]
     environ = {**knobs, "WARMUP_STEPS": "0"}
-    process, master = start_in_terminal(tmp_path, environ, [*launch_command(ranks), worker])
+    process, master = start_in_terminal(tmp_path, environ, command)
     while not (tmp_path / "ready").exists():
         assert process.poll() is None, os.read(master, 9999).decode()
         time.sleep(0.05)

@@ -14,12 +14,12 @@ from collections import Counter
 
 import check_dataset
 import download_hf_docs_and_tokenize as rebuild
+import files
 import numpy as np
 import pytest
 import sentencepiece
-import shards
 from conftest import ROOT, TEXTS, train_tokenizer
-from tokenizer_specs import encode_texts, read_specs, sentences_of
+from tokenizer_tools import encode_texts, read_specs, sentences_of
 
 ODD_TEXTS = [
     "", " ", "  two leading", "trailing ", "a  doubled   space", "a\ttab\nand\r\na line ", "\n\n",
@@ -86,7 +86,7 @@ def test_shards_have_the_tokens_that_sentencepiece_makes(tmp_path, monkeypatch, 
     stats = rebuild.export_dataset(iter(texts), num_docs, encode, tmp_path, 3000)
     for split, part in (("val", texts[:7]), ("train", texts[7:])):
         paths = sorted(tmp_path.glob(f"fineweb_{split}_*.bin"))
-        sizes = [shards.count_tokens(path) for path in paths]
+        sizes = [files.count_tokens(path) for path in paths]
         assert set(sizes[:-1]) <= {3000} and 0 < sizes[-1] <= 3000
         assert (stats[f"files_{split}"], stats[f"tokens_{split}"]) == (len(paths), sum(sizes))
         tokens = [id for path in paths for id in np.fromfile(path, dtype="<u2", offset=1024)]

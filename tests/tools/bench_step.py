@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import write_shard
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+from files import write_shard
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
 import train_gpt
@@ -53,7 +55,7 @@ def main() -> None:
         hp = Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
         rng = np.random.default_rng(0)
         for i in range(4):
-            tokens = rng.integers(hp.vocab_size, size=1_000_000)
+            tokens = rng.integers(hp.vocab_size, size=1_000_000).astype("<u2")
             write_shard(Path(folder, f"fineweb_train_{i:06d}.bin"), tokens)
         runtime = train_gpt.open_runtime(hp)
         report = print if runtime.rank == 0 else str

@@ -14,7 +14,7 @@ from typing import Any
 import caseops
 import numpy as np
 import sentencepiece
-from shards import DATASET_PREFIX, read_json, write_file, write_json
+from files import DATASET_PREFIX, read_json, write_file, write_json
 
 SPECIAL_IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
 BYTE_OFFSET = 4  # byte b is token b + 4

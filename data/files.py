@@ -1,4 +1,4 @@
-"""File names, the shard format, and helpers to read and write files, for all tools in this folder.
+"""The files of a dataset: their names, the shard format, and helpers to read and write them.
 
 A shard is 256 little-endian int32 header words (magic, version, token count, zeros), followed by
 the tokens as little-endian uint16. This module must not need numpy, which the download lacks.
