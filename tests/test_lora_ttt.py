@@ -145,6 +145,14 @@ def test_a_split_may_begin_and_end_within_a_document(patched, gpt):
     assert loss_of(patched, gpt, tokens) == pytest.approx(expected, abs=1e-5)
 
 
+def test_adapters_begin_alike_and_small(patched, gpt):
+    adapters = patched.add_lora(gpt, 2)
+    for A, B in zip(adapters[::2], adapters[1::2], strict=True):
+        assert not B.any() and torch.equal(A[0], A[1]) and A.dtype == torch.float32
+        bound = 144 / 4 / A.size(2) ** 0.5
+        assert 0.9 * bound < A.abs().max() <= bound and A.mean().abs() < 0.2 * bound
+
+
 def test_neither_groups_nor_ranks_change_the_loss(patched, gpt):
     tokens = random_tokens(LENGTHS)
     expected = loss_of(patched, gpt, tokens, lora_documents=100)
