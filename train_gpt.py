@@ -1453,7 +1453,7 @@ def run() -> int:
     """Run with the knobs of the environment. Returns the exit code."""
     hp = Hyperparameters.from_env(os.environ)
     runtime = open_runtime(hp)
-    if hp.preset == "demo" and not os.environ.keys() & {"DATA_PATH", "TOKENIZER_PATH"}:
+    if hp.preset == "demo" and {hp.data_path, hp.tokenizer_path} <= {*PRESETS["demo"].values()}:
         prepare_demo(hp, runtime)
     compare_ranks(hp, runtime)
     if hp.eval_only:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -312,8 +313,25 @@ def test_the_demo_builds_its_data_once_and_runs(tmp_path, monkeypatch):
     assert [path.stat().st_mtime_ns for path in shards] == times and len(times) == 2
 
 
+@pytest.mark.parametrize("knob", ["EVAL_ONLY", "RESUME"])
+def test_the_demo_never_overwrites_the_data_of_a_saved_run(tmp_path, dataset, tokenizer, knob):
+    """PRESET=demo on a player's own text: the paths come back from the file's knobs."""
+    data, model = tmp_path / "mine", tmp_path / "mine.model"
+    shutil.copytree(dataset, data)
+    shutil.copy(tokenizer, model)
+    before = {path: path.read_bytes() for path in (*data.iterdir(), model)}
+    environ = {"PRESET": "demo", "DEVICE": "cpu", "VOCAB_SIZE": "384", "DATA_PATH": str(data)}
+    environ |= {"TOKENIZER_PATH": str(model), "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256"}
+    environ |= {"ITERATIONS": "1", "VAL_LOSS_EVERY": "0", "CHECKPOINT_EVERY": "1", "RUN_ID": "test"}
+    lines = finished(run_here(tmp_path, environ))
+    file = ARTIFACT if knob == "EVAL_ONLY" else "checkpoints/test.pt"
+    again = finished(run_here(tmp_path, {knob: str(tmp_path / file), "RUN_ID": "again"}))
+    assert scores(again[-1]) == scores(lines[-1])
+    assert {path: path.read_bytes() for path in (*data.iterdir(), model)} == before
+
+
 def test_the_demo_never_overwrites_a_players_own_tokenizer(tmp_path, tokenizer):
-    """With TOKENIZER_PATH or DATA_PATH set, it builds nothing."""
+    """With another TOKENIZER_PATH or DATA_PATH, it builds nothing."""
     before = tokenizer.read_bytes()
     environ = {"PRESET": "demo", "DEVICE": "cpu", "TOKENIZER_PATH": str(tokenizer)}
     failed(run_here(tmp_path, environ), "DATA_PATH has no tokens in ./data/datasets/demo_sp1024")
