@@ -151,12 +151,11 @@ class Hyperparameters:
             texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
         types = get_type_hints(cls)
         given = [name for name in types if name.upper() in texts]
-        values = {name: parse_knob(name, types[name], texts[name.upper()]) for name in given}
-        hp = cls(**values)
-        path = hp.checkpoint_path() if hp.resume == "auto" else Path(hp.eval_only or hp.resume)
-        new = {"run_id", "output_dir", "resume", "eval_only", *values}
-        saved = {k: v for k, v in saved_knobs(path).items() if k in types.keys() - new}
-        hp = replace(hp, **saved)
+        hp = cls(**{name: parse_knob(name, types[name], texts[name.upper()]) for name in given})
+        saved = saved_knobs(hp)
+        fixed = environ if saved.get("preset") == hp.preset else texts  # the preset is in saved
+        own = {"RUN_ID", "OUTPUT_DIR", "RESUME", "EVAL_ONLY", *fixed}
+        hp = replace(hp, **{k: v for k, v in saved.items() if k in types and k.upper() not in own})
         hp.check()
         if hp.resume == "auto" and "RUN_ID" not in environ:
             raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
@@ -1044,8 +1043,9 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
         raise InputError(f"{name} does not fit: {advice}: {problem}") from None
 
 
-def saved_knobs(path: Path) -> dict[str, Any]:
-    """Knobs of the run that wrote this file: a checkpoint's own, or the final_result.json's."""
+def saved_knobs(hp: Hyperparameters) -> dict[str, Any]:
+    """Knobs in the file of EVAL_ONLY or RESUME, or in the final_result.json next to it."""
+    path = hp.checkpoint_path() if hp.resume == "auto" else Path(hp.eval_only or hp.resume)
     result = path.parent / "final_result.json"
     knobs = deserialize(path.read_bytes(), str(path)).get("knobs") if path.is_file() else {}
     if knobs is None and result.is_file():
@@ -1366,8 +1366,8 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     num_tokens = f"tokens:{len(validation.tokens) - 1} {validation.partial}".rstrip()
     defaults = asdict(Hyperparameters(run_id=hp.run_id))  # RUN_ID is random and left out
     changed = {k.upper(): value for k, value in asdict(hp).items() if value != defaults[k]}
-    given = {*os.environ, *PRESETS[os.environ.get("PRESET", "")]}  # the others: by saved_knobs
-    knobs = [f"{'' if k in given else 'file:'}{k}={value}" for k, value in changed.items()]
+    saved = {k.upper(): v for k, v in saved_knobs(hp).items() if k.upper() not in os.environ}
+    knobs = [f"{'file:' if saved.get(k) == v else ''}{k}={v}" for k, v in changed.items()]
     runtime.log(
         f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}\n"
         f"train_loader:dataset:{Path(hp.data_path).resolve().name} "

@@ -163,7 +163,7 @@ def export_dataset(
     texts: Iterator[str], num_docs: dict[str, int], encode: Encoder, folder: Path, shard_size: int
 ) -> dict[str, int]:
     """Write both splits, replacing older shards. Returns docs_val, files_val, tokens_val, ..."""
-    for old in folder.glob("fineweb_*"):
+    for old in [*folder.glob("fineweb_*"), *folder.glob("demo_corpus.json")]:
         old.unlink()
     stats: dict[str, int] = {}
     for split, part in {"val": itertools.islice(texts, num_docs["val"]), "train": texts}.items():

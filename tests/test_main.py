@@ -313,9 +313,10 @@ def test_the_demo_builds_its_data_once_and_runs(tmp_path, monkeypatch):
     assert [path.stat().st_mtime_ns for path in shards] == times and len(times) == 2
 
 
+@pytest.mark.parametrize("preset", [{}, {"PRESET": "demo"}])
 @pytest.mark.parametrize("knob", ["EVAL_ONLY", "RESUME"])
-def test_the_demo_never_overwrites_the_data_of_a_saved_run(tmp_path, dataset, tokenizer, knob):
-    """PRESET=demo on a player's own text: the paths come back from the file's knobs."""
+def test_the_demo_keeps_the_data_of_a_saved_run(tmp_path, dataset, tokenizer, knob, preset):
+    """With PRESET=demo on a player's own text, the file's knobs have the paths, again or not."""
     data, model = tmp_path / "mine", tmp_path / "mine.model"
     shutil.copytree(dataset, data)
     shutil.copy(tokenizer, model)
@@ -325,7 +326,7 @@ def test_the_demo_never_overwrites_the_data_of_a_saved_run(tmp_path, dataset, to
     environ |= {"ITERATIONS": "1", "VAL_LOSS_EVERY": "0", "CHECKPOINT_EVERY": "1", "RUN_ID": "test"}
     lines = finished(run_here(tmp_path, environ))
     file = ARTIFACT if knob == "EVAL_ONLY" else "checkpoints/test.pt"
-    again = finished(run_here(tmp_path, {knob: str(tmp_path / file), "RUN_ID": "again"}))
+    again = finished(run_here(tmp_path, {knob: str(tmp_path / file), "RUN_ID": "again"} | preset))
     assert scores(again[-1]) == scores(lines[-1])
     assert {path: path.read_bytes() for path in (*data.iterdir(), model)} == before
 
