@@ -211,7 +211,8 @@ def print_training_command(spec: Spec, tokenizer: dict[str, Any], output: Path) 
         data, model = output / "datasets" / spec.dataset, output / tokenizer["model_path"]
         knobs = f"DATA_PATH={shlex.quote(str(data))} TOKENIZER_PATH={shlex.quote(str(model))}"
         script = shlex.quote(os.path.relpath(HERE.parent / "train_gpt.py"))
-        print(f"Train with (on a CPU add PRESET=demo):\n{knobs} VOCAB_SIZE={size} python {script}")
+        print("Train with (on a CPU, put PRESET=demo in front):")
+        print(f"{knobs} VOCAB_SIZE={size} python {script}")
 
 
 def rebuild(args: argparse.Namespace) -> None:

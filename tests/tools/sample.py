@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--temperature must be at least 0, and --tokens at least 1")
     for path in (args.model, args.script):
         if not path.is_file():
-            sys.exit(f"{path} is not a file")
+            sys.exit(f"{str(path)!r} is not a file: name the model first, then the prompt")
     hp, gpt = load_model(args.script, args.model)
     try:
         tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)
