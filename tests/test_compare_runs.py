@@ -91,7 +91,7 @@ def test_runs_without_the_final_line_are_named(tmp_path, capsys):
 def test_the_test_is_welchs():
     """By hand: standard error 0.00185345, t at 0.005 is 3.65984 with 4.74476 degrees of freedom."""
     sides = [[{"val_loss": x, "val_bpb": x / 2} for x in side] for side in (BASELINE, CANDIDATE)]
-    welch = compare_runs.run_test(sides, paired=False, by=0.005, alpha=0.01)
+    welch = compare_runs.run_test(sides, paired=False, unit="nats", by=0.005, alpha=0.01)
     nats = {"mean": 0.0117833, "low": 0.0069408, "high": 0.0166259}
     assert welch.nats == pytest.approx(nats, abs=1e-6)
     assert welch.bits_per_byte == pytest.approx({k: v / 2 for k, v in nats.items()}, abs=1e-6)
@@ -127,6 +127,15 @@ def test_the_verdict(tmp_path, capsys):
     ]:
         ended, out = compare(capsys, *write_sides(tmp_path, baseline, candidate), *more.split())
         assert ended == code and words in out
+
+
+def test_runs_on_other_tokens_are_compared_in_bits_per_byte(tmp_path, capsys):
+    sides = write_sides(tmp_path)
+    for path in sides[6:]:  # the candidate: a higher loss per token, on larger tokens
+        loss = scores(path.read_text().splitlines()[-1])[0]
+        path.write_text(path.read_text().replace(f"{loss:.8f}", f"{1.1 * loss:.8f}"))
+    code, out = compare(capsys, *sides, "--by=0.001")
+    assert code == 0 and "better by more than 0.001 bits per byte? shown" in out
 
 
 def test_the_table(tmp_path, capsys):

@@ -145,10 +145,11 @@ def find_warnings(groups: list[Group]) -> list[str]:
 # ---- statistics ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Test:
-    """A one-sided t-test: is the candidate better by more than --by nats? Differences are baseline
-    minus candidate: mean, and low and high of the 95 % confidence interval."""
+    """A one-sided t-test: is the candidate better by more than --by? Differences are baseline minus
+    candidate: mean, and low and high of the 95 % confidence interval."""
 
     paired: bool
+    unit: str  # of the score that is tested
     nats: dict[str, float]
     bits_per_byte: dict[str, float]
     p: float
@@ -157,8 +158,8 @@ class Test:
 
 
 def count_runs_needed(gain: float, variances: list[float], alpha: float) -> int | None:
-    """Return the least number of runs per side, or of pairs, that shows a gain (nats beyond --by)
-    with probability POWER. variances: of the two sides, or of the differences of the pairs."""
+    """Return the least number of runs per side, or of pairs, that shows a gain (beyond --by) with
+    probability POWER. variances: of the two sides, or of the differences of the pairs."""
     total = sum(variances)
     runs = np.arange(2, MOST_RUNS + 1)
     degrees_of_freedom = (runs - 1) / np.sum((np.array(variances) / total) ** 2)
@@ -169,20 +170,27 @@ def count_runs_needed(gain: float, variances: list[float], alpha: float) -> int 
     return int(enough[0]) if len(enough) else None
 
 
-def run_test(sides: list[list[Figures]], paired: bool, by: float, alpha: float) -> Test:
+def unit_to_test(runs: list[Figures]) -> str:
+    """Losses per token can be compared only between runs with the same tokens."""
+    factors = [run["val_bpb"] / run["val_loss"] for run in runs]
+    return "nats" if max(factors) - min(factors) < 1e-6 else "bits per byte"
+
+
+def run_test(sides: list[list[Figures]], paired: bool, unit: str, by: float, alpha: float) -> Test:
     """Run Welch's t-test or the paired one: is the candidate still better with `by` added?"""
     t_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
-    differences = []
-    for figure in ("val_loss", "val_bpb"):
+    scores = {"nats": "val_loss", "bits per byte": "val_bpb"}
+    differences = {}
+    for name, figure in scores.items():
         values = [[figures[figure] for figures in side] for side in sides]
         low, high = map(float, t_test(*values).confidence_interval(0.95))
-        differences.append({"mean": (low + high) / 2, "low": low, "high": high})
-    baseline, candidate = (np.array([figures["val_loss"] for figures in side]) for side in sides)
+        differences[name] = {"mean": (low + high) / 2, "low": low, "high": high}
+    baseline, candidate = (np.array([run[scores[unit]] for run in side]) for side in sides)
     p = float(t_test(baseline, candidate + by, alternative="greater").pvalue)
     spread = [baseline - candidate] if paired else [baseline, candidate]
-    gain = differences[0]["mean"] - by
+    gain = differences[unit]["mean"] - by
     needed = count_runs_needed(gain, [values.var(ddof=1) for values in spread], alpha)
-    return Test(paired, *differences, p, p < alpha, needed)
+    return Test(paired, unit, *differences.values(), p, p < alpha, needed)
 
 
 def pair_by_seed(sides: list[list[Figures]]) -> list[list[Figures]]:
@@ -203,9 +211,10 @@ def judge(groups: list[Group], by: float, alpha: float) -> list[Test] | str:
         return "no score differs within a group: give every run another SEED"
     sides = [[run.figures for run in group.finished] for group in groups]
     pairs = pair_by_seed(sides)
-    tests = [run_test(sides, False, by, alpha)]
+    unit = unit_to_test([*sides[0], *sides[1]])
+    tests = [run_test(sides, False, unit, by, alpha)]
     if len({a["val_loss"] - b["val_loss"] for a, b in zip(*pairs, strict=True)}) > 1:
-        tests.append(run_test(pairs, True, by, alpha))
+        tests.append(run_test(pairs, True, unit, by, alpha))
     return tests
 
 
@@ -236,21 +245,22 @@ def format_table(groups: list[Group]) -> str:
 
 
 def format_test(test: Test, by: float) -> str:
-    unit = "pairs" if test.paired else "runs per side"
-    advice = f"at this spread, even {MOST_RUNS} {unit} would not show it"
+    runs = "pairs" if test.paired else "runs per side"
+    difference = test.nats if test.unit == "nats" else test.bits_per_byte
+    advice = f"at this spread, even {MOST_RUNS} {runs} would not show it"
     if test.runs_needed is not None:
-        advice = f"at this spread, {test.runs_needed} {unit} show it with {POWER:.0%} probability"
-    elif test.nats["mean"] <= by:
-        advice = f"more {unit} like these would not show it"
+        advice = f"at this spread, {test.runs_needed} {runs} show it with {POWER:.0%} probability"
+    elif difference["mean"] <= by:
+        advice = f"more {runs} like these would not show it"
     verdict = "shown" if test.shown else "not shown"
-    if test.nats["high"] < 0:
+    if difference["high"] < 0:
         verdict = "no, it is worse"
     form = "{mean:.4f} {unit} ({low:.4f} to {high:.4f})"
     nats = form.format(unit="nats", **test.nats)
     bits_per_byte = form.format(unit="bits per byte", **test.bits_per_byte)
     return (
         f"{'pairs of one seed' if test.paired else 'all runs'}: {nats}, {bits_per_byte}\n"
-        f"  better by more than {by:g} nats? {verdict} "
+        f"  better by more than {by:g} {test.unit}? {verdict} "
         f"(p = {test.p:.2g}); {advice}"
     )
 
@@ -360,7 +370,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="runs to show")
     parser.add_argument("--baseline", nargs="+", type=Path, metavar="LOG")
     parser.add_argument("--candidate", nargs="+", type=Path, metavar="LOG", help="to be tested")
-    parser.add_argument("--by", type=float, default=0.005, help="nats (default: 0.005)")
+    parser.add_argument(
+        "--by", type=float, default=0.005, help="nats or bits per byte (default: 0.005)"
+    )
     parser.add_argument("--alpha", type=float, default=0.01, help="level (default: 0.01)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw into an .svg or .png")
     args = parser.parse_args(arguments)
