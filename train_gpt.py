@@ -1120,7 +1120,7 @@ def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
     return model
 
 
-@dataclass
+@dataclass(repr=False)  # signal.getsignal formats it, with all tensors
 class TrainingState:
     """All that a step reads or changes. An average of the weights, for example, belongs here."""
 
