@@ -63,8 +63,10 @@ def patch_script(folder: Path, names: list[str]) -> Path:
     script = folder / "patched" / "train_gpt.py"
     script.parent.mkdir(parents=True)
     shutil.copy(SCRIPT, script)
-    patches = [str(RECIPES / f"{name}.patch") for name in names]
-    subprocess.run(["git", "apply", *patches], cwd=script.parent, check=True)
+    for i, name in enumerate(names):
+        command = ["git", "apply", str(RECIPES / f"{name}.patch")]
+        applied = subprocess.run(command, cwd=script.parent, stderr=subprocess.PIPE, text=True)
+        assert applied.returncode == 0, f"{name} after {names[:i]}: {applied.stderr}"
     return script
 
 
