@@ -67,6 +67,8 @@ def read_documents(path: Path) -> Iterator[str]:
         for magic, program in COMPRESSED.items():
             if start.startswith(magic):
                 raise ValueError(f"{path} is compressed with {program}: decompress it first")
+        if start.startswith(b"%PDF") or b"\0" in start:
+            raise ValueError(f"{path} is not UTF-8 text: extract its text, or convert it")
         is_json = path.suffix in (".jsonl", ".json") or re.match(rb'(\xef\xbb\xbf)?\s*{\s*"', start)
         unit, documents = "line", file
         if start and not is_json:

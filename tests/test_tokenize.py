@@ -245,6 +245,7 @@ def test_bad_documents_are_named(tmp_path):
         ("a.txt", gzip.compress(b"a"), "gzip"), ("a.jsonl", lzma.compress(b"a"), "xz"),
         ("a", bz2.compress(b"a"), "bzip2"), ("a", b"(\xb5/\xfd$", "zstd"), ("a", b"PK\3\4", "zip"),
         ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c -f utf-8 -t utf-8 .*a.txt"),
+        ("a", b"%PDF-1.4", "extract"), ("a.txt", "caf\u00e9".encode("utf-16"), "convert"),
         ("a.txt", b"", "has 0 documents"),
         ("a.txt", b"one", "has 1 documents, .*blank lines"), ("a.json", b"[]", "line 1 must be"),
         ("a", b'{"text": "a"}\n\n{', "line 3 must be"), ("a", b'{"text": 5}', "line 1 must be"),
