@@ -17,6 +17,7 @@ K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (pro
 
 import atexit
 import contextlib
+import difflib
 import glob
 import hashlib
 import inspect
@@ -645,7 +646,6 @@ class Log:
     waiting: list[str] = field(default_factory=list)
     file: TextIO | None = None
     is_terminal: bool = False
-    next_status: float = 0.0  # time.monotonic()
 
     def open(self, path: Path, source: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -667,9 +667,8 @@ class Log:
         self.show(f"{line}\n")
 
     def status(self, text: str) -> None:
-        """Show text on a terminal until the next line, at most once a second."""
-        if self.is_terminal and time.monotonic() >= self.next_status:
-            self.next_status = time.monotonic() + 1
+        """Show text on a terminal until the next line."""
+        if self.is_terminal:
             self.show(text[: (shutil.get_terminal_size().columns or 80) - 1])
 
     def show(self, text: str) -> None:
@@ -860,10 +859,9 @@ class Validation:
     def format(self, loss: float, *, digits: int = 4, times: str = "", stride: int = 0) -> str:
         """A score as the log shows it. stride: of sliding windows; 0: windows side by side."""
         bpb = self.bits_per_byte(loss)
-        parts = [f"val_loss:{loss:.{digits}f} val_bpb:{bpb:.{digits}f}", times, self.partial]
-        if stride > 0:
-            parts.append(f"stride:{stride}")
-        return " ".join(part for part in parts if part)
+        windows = f"stride:{stride}" if stride > 0 else ""
+        scores = f"val_loss:{loss:.{digits}f} val_bpb:{bpb:.{digits}f}"
+        return " ".join(part for part in (scores, times, self.partial, windows) if part)
 
 
 @torch.no_grad()
@@ -1387,6 +1385,9 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
         f"cpu_threads:{torch.get_num_threads()}"
     )
+    for name in sorted(os.environ.keys() - {k.upper() for k in defaults}):
+        for knob in difflib.get_close_matches(name.upper(), map(str.upper, defaults), 1, 0.85):
+            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
     if not validation.is_tokenizer_right:
         runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
 
@@ -1489,9 +1490,8 @@ def main() -> None:
             error.__traceback__ = None  # the message is enough
         sys.excepthook(type(error), error, error.__traceback__)
     if "RANK" in os.environ:
-        for stream in (sys.stdout, sys.stderr):  # os._exit does not flush what a player printed
-            with contextlib.suppress(AttributeError, OSError):
-                stream.flush()
+        with contextlib.suppress(AttributeError, OSError):
+            sys.stdout.flush()  # os._exit does not flush what a player printed
         os._exit(code)  # the interpreter's own exit may hang or abort in gloo's threads
     sys.exit(code)
 

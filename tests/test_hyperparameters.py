@@ -130,3 +130,18 @@ def test_the_environment_overrides_the_preset():
     assert demo.model_dim == int(preset["MODEL_DIM"]) and demo.data_path == preset["DATA_PATH"]
     other = Hyperparameters.from_env({"PRESET": "demo", "MODEL_DIM": "64"})
     assert other == dataclasses.replace(demo, model_dim=64, run_id=other.run_id)
+
+
+def test_a_misspelled_knob_is_named_and_the_variables_of_a_usual_machine_are_not(tmp_path, knobs):
+    usual = (
+        "SHELL", "TERM", "LANG", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "TORCH_LOGS",
+        "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "HF_HOME", "WANDB_MODE",
+        "SLURM_JOB_ID", "SLURM_NTASKS", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+        "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS",
+    )  # fmt: skip
+    environ = {**knobs, **dict.fromkeys((*usual, "NUM_LAYER", "iterations"), "")}
+    log = finished(run_here(tmp_path, {**environ, "ITERATIONS": "0"}))
+    assert [line for line in log if line.startswith("unknown_knob:")] == [
+        "unknown_knob:NUM_LAYER is ignored: did you mean NUM_LAYERS?",
+        "unknown_knob:iterations is ignored: did you mean ITERATIONS?",
+    ]

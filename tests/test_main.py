@@ -126,7 +126,7 @@ def test_another_argument_is_an_error(tmp_path, argument):
 
 
 def test_a_terminal_has_a_status_line_and_the_log_file_has_not(tmp_path, knobs):
-    command = [sys.executable, WORKER, "fast_status_line"]
+    command = [sys.executable, SCRIPT]
     process, master = start_in_terminal(tmp_path, {**knobs, "ITERATIONS": "2"}, command)
     shown = b""
     with contextlib.suppress(OSError):  # on Linux at the end of the run

@@ -86,7 +86,7 @@ def test_a_signal_while_final_model_is_written_ends_the_run_when_it_is_whole(tmp
 )
 def test_a_closed_terminal_loses_nothing(tmp_path, knobs, changes, ranks, codes):
     """A checkpoint is saved. If SIGHUP is ignored, the run goes on."""
-    command = [*launch_command(ranks), WORKER, "fast_status_line", "wait_for_closing", *changes]
+    command = [*launch_command(ranks), WORKER, "wait_for_closing", *changes]
     environ = {**knobs, "WARMUP_STEPS": "0"}
     process, master = start_in_terminal(tmp_path, environ, command)
     while not (tmp_path / "ready").exists():

@@ -67,13 +67,6 @@ def print_rank() -> None:
     print("from rank", os.environ["RANK"])
 
 
-def fast_status_line() -> None:
-    """The status line may change at every call instead of once a second."""
-    clock = count(step=2)
-    clocks = {"monotonic": lambda: next(clock), "perf_counter": time.perf_counter}
-    train_gpt.time = SimpleNamespace(**clocks)
-
-
 # ---- test_runtime.py -----------------------------------------------------------------------------
 def another_script() -> None:
     """The script is the file that SCRIPT names, if it is set."""
@@ -103,7 +96,7 @@ def clock_of_steps() -> None:
 
         return changed
 
-    train_gpt.time = SimpleNamespace(perf_counter=lambda: now, monotonic=lambda: now)
+    train_gpt.time = SimpleNamespace(perf_counter=lambda: now)
     step_seconds = (1 + int(os.environ["RANK"])) / 16
     train_gpt.train_step = let_pass(train_gpt.train_step, step_seconds)
     train_gpt.write_file = let_pass(train_gpt.write_file, 100)
