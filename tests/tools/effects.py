@@ -48,7 +48,7 @@ def draw(rows: list[dict[str, str]], picture: Path) -> None:
     axes.text(0, -1, "← better    worse →", ha="center", va="center", weight="bold")
     axes.set_ylim(len(rows) - 0.3, -1.7)
     axes.set_xlabel(
-        "validation loss, with minus without, nats or bits per byte\n95 % interval; gray: not shown"
+        "validation loss, with minus without, in nats unless marked\n95 % interval; gray: not shown"
     )
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(picture, metadata={"Date": None})
