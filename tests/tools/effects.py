@@ -47,9 +47,7 @@ def draw(rows: list[dict[str, str]], picture: Path) -> None:
     axes.axvline(0, color="black", linewidth=0.8, zorder=0)
     axes.text(0, -1, "← better    worse →", ha="center", va="center", weight="bold")
     axes.set_ylim(len(rows) - 0.3, -1.7)
-    axes.set_xlabel(
-        "validation loss, with minus without, in nats unless marked\n95 % interval; gray: not shown"
-    )
+    axes.set_xlabel("loss with minus without, nats unless marked\n95 % interval; gray: not shown")
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(picture, metadata={"Date": None})
 
