@@ -70,7 +70,7 @@ def test_caseops_marks_the_prompt_and_removes_the_marks(tmp_path, capsys):
 def test_an_error_says_what_is_missing(tmp_path, trained):
     copied = shutil.copy(trained[0] / "final_model.pt", tmp_path)
     for arguments, words in (
-        ([copied], "final_model.pt does not fit .*see final_result.json"),
+        ([copied], "final_model.pt does not fit .*final_result.json next to it"),
         ([trained[0] / "final_model.pt", "--tokenizer=none"], "none.* set --tokenizer"),
         ([trained[0] / "final_result.json"], "final_result.json does not fit"),
     ):
