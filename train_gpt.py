@@ -1386,8 +1386,8 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"cpu_threads:{torch.get_num_threads()}"
     )
     for name in sorted(os.environ.keys() - {k.upper() for k in defaults}):
-        for knob in difflib.get_close_matches(name.upper(), map(str.upper, defaults), 1, 0.85):
-            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+        for knob in difflib.get_close_matches(name.lower(), defaults, n=1, cutoff=0.85):
+            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob.upper()}?")
     if not validation.is_tokenizer_right:
         runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
 
