@@ -15,11 +15,9 @@ Letters in shapes: B sequences in a micro-batch, T sequence length, D model widt
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
-import atexit
 import contextlib
 import difflib
 import glob
-import hashlib
 import inspect
 import io
 import json
@@ -33,11 +31,13 @@ import subprocess
 import sys
 import time
 import warnings
+import zipfile
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TextIO, get_type_hints
+from typing import Any, NoReturn, TextIO, get_type_hints
 from uuid import uuid4
 
 import numpy as np
@@ -59,13 +59,13 @@ CONTROL_TENSOR_NAME_PATTERNS = (
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
     "skip_weight", "skip_weights",
 )  # fmt: skip
-DEMO = (
-    "DATA_PATH=./data/datasets/demo_sp1024 TOKENIZER_PATH=./data/tokenizers/demo_1024_bpe.model "
-    "MAX_WALLCLOCK_SECONDS=100 TRAIN_BATCH_TOKENS=6144 TRAIN_SEQ_LEN=128 WARMUP_STEPS=3 "
-    "WARMDOWN_FRAC=0.8 MUON_MOMENTUM_WARMUP_STEPS=100 VAL_BATCH_SIZE=32768 VAL_LOSS_EVERY=100 "
-    "TRAIN_LOG_EVERY=20 NUM_LAYERS=4 MODEL_DIM=128 NUM_HEADS=2 NUM_KV_HEADS=1"
-)
-PRESETS = {"": {}, "demo": dict(knob.split("=") for knob in DEMO.split())}
+DEMO = dict(
+    DATA_PATH="./data/datasets/demo_sp1024", TOKENIZER_PATH="./data/tokenizers/demo_1024_bpe.model",
+    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="100", WARMUP_STEPS="3",
+    WARMDOWN_FRAC="0.8", MUON_MOMENTUM_WARMUP_STEPS="100", VAL_BATCH_SIZE="32768", NUM_HEADS="2",
+    VAL_LOSS_EVERY="100", TRAIN_LOG_EVERY="20", NUM_LAYERS="4", MODEL_DIM="128", NUM_KV_HEADS="1",
+)  # fmt: skip
+PRESETS = {"": {}, "demo": DEMO}
 ABOVE_0 = (
     "val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
     "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
@@ -75,8 +75,8 @@ ABOVE_0 = (
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on. A knob that 0
-    disables is also disabled by a negative value."""
+    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on. A negative value
+    disables whatever 0 disables."""
 
     # run; RUN_ID names the log and the checkpoint, by default after the time of the start
     preset: str = ""  # "" or "demo": other defaults
@@ -85,7 +85,6 @@ class Hyperparameters:
     output_dir: str = "."  # for all files of the run
     checkpoint_every: int = 0  # steps; 0: only when a signal stops the run
     resume: str = ""  # a checkpoint; auto: this RUN_ID's, if it exists
-    eval_only: str = ""  # checkpoint or final_model file to score
     device: str = "auto"  # cuda, cpu; auto: cuda if available
     dtype: str = "auto"  # bf16, fp32; auto: bf16 if the GPU has it
     compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda
@@ -145,7 +144,7 @@ class Hyperparameters:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
-        """Knobs of the environment, else the preset, else the file of EVAL_ONLY or RESUME."""
+        """Knobs of the environment, else of the preset, else the defaults."""
         texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
         if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
             patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
@@ -153,13 +152,11 @@ class Hyperparameters:
         types = get_type_hints(cls)
         given = [name for name in types if name.upper() in texts]
         hp = cls(**{name: parse_knob(name, types[name], texts[name.upper()]) for name in given})
-        saved = saved_knobs(hp)
-        fixed = environ if saved.get("preset") == hp.preset else texts  # the preset is in saved
-        own = {"RUN_ID", "OUTPUT_DIR", "RESUME", "EVAL_ONLY", *fixed}
-        hp = replace(hp, **{k: v for k, v in saved.items() if k in types and k.upper() not in own})
         hp.check()
         if hp.resume == "auto" and "RUN_ID" not in environ:
             raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
+        if environ.get("EVAL_ONLY"):
+            raise InputError("EVAL_ONLY is no knob: use `python tests/tools/score.py MODEL`")
         return hp
 
     def check(self) -> None:
@@ -182,6 +179,7 @@ class Hyperparameters:
             ("val_batch_size", self.val_batch_size >= unit, f"at least {units}"),
             ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
             ("iterations", self.iterations >= 0, "0 or more"),
+            ("seed", 0 <= self.seed < 2**32, "at least 0 and below 2**32"),
         ]
         for name, is_valid, rule in rules:
             if not is_valid:
@@ -193,9 +191,12 @@ def parse_knob(name: str, kind: type, text: str) -> Any:
     if kind == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
-        return {"0": False, "1": True}[text] if kind is bool else kind(text)
+        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+        if kind is float and not math.isfinite(value):
+            raise ValueError
+        return value
     except (KeyError, ValueError):
-        wanted = {bool: "0 or 1", int: "a whole number", float: "a number"}[kind]
+        wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number"}[kind]
         raise InputError(f"{name.upper()}={text!r} must be {wanted}") from None
 
 
@@ -356,28 +357,28 @@ class GPT(nn.Module):
             self.tok_emb.to(self.dtype)
 
     def forward(self, input_ids: Tensor, target_ids: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats (fp32) of target_ids given input_ids, both (B, T): the mean or,
-        with reduction "none", that of each target (B, T)."""
-        logits = self.logits(input_ids)
-        losses = F.cross_entropy(logits, target_ids.flatten(), reduction=reduction)
+        """Mean cross-entropy in nats (fp32) of target_ids (B, T), or with "none" that of each."""
+        losses = F.cross_entropy(self.logits(input_ids), target_ids.flatten(), reduction=reduction)
         return losses.view_as(target_ids) if reduction == "none" else losses
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Next-token logits for input_ids (B, T): fp32 (B*T, V)."""
+        x = self.tok_emb(input_ids).to(self.dtype)  # (B, T, D)
         cos, sin = self.rotary[:, : input_ids.size(1), None].to(self.dtype)
-        x = rms_norm(self.tok_emb(input_ids).to(self.dtype))  # (B, T, D)
-        x0 = x
+        x = x0 = rms_norm(x)
         skips = []
         for block in self.blocks[: self.num_encoder_layers]:
             x = block(x, x0, cos, sin)
             skips.append(x)
-        for i, block in enumerate(self.blocks[self.num_encoder_layers :]):
+        for row, block in enumerate(self.blocks[self.num_encoder_layers :]):
             if skips:  # an odd L leaves the last layer without a mirror
-                x = x + self.skip_weights[i].to(x.dtype) * skips.pop()
+                x = self.add_skip(x, skips.pop(), row)
             x = block(x, x0, cos, sin)
         logits = self.output(rms_norm(x).flatten(0, 1))
-        softcap = self.hp.logit_softcap
-        return (softcap * torch.tanh(logits / softcap)).float()
+        return (self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()
+
+    def add_skip(self, x: Tensor, skip: Tensor, row: int) -> Tensor:
+        return x + self.skip_weights[row].to(x.dtype) * skip
 
     def output(self, x: Tensor) -> Tensor:
         """The output layer, tied or not: (n, D) -> (n, V)."""
@@ -404,8 +405,8 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Every rank keeps all
-    momentum and orthogonalizes its share of the updates, in `dtype`, which are then all-reduced."""
+    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Each rank orthogonalizes
+    a share of the updates, in `dtype`; an all-reduce combines them."""
 
     def __init__(
         self,
@@ -433,9 +434,9 @@ class Muon(torch.optim.Optimizer):
             sizes = [p.numel() for p in params]
             flat = updates[0].new_zeros(sum(sizes))
             pieces = [u.view_as(p) for u, p in zip(flat.split(sizes), params, strict=True)]
-            own = slice(rank, None, world_size)
-            results = self.orthogonalize(updates[own], group["backend_steps"])
-            for piece, result in zip(pieces[own], results, strict=True):
+            share = slice(rank, None, world_size)
+            results = self.orthogonalize(updates[share], group["backend_steps"])
+            for piece, result in zip(pieces[share], results, strict=True):
                 piece.copy_(result)
             if world_size > 1:
                 dist.all_reduce(flat)
@@ -488,14 +489,10 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     hp = gpt.hp
     params = parameter_groups(gpt, hp)
     embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
+    rates = {"embed": embed_lr, "head": hp.head_lr, "scalar": hp.scalar_lr}
+    adam_groups = [{"params": params[name], "lr": rates[name]} for name in rates if params[name]]
     betas = (hp.beta1, hp.beta2)
-    adam_groups = [
-        {"params": params["embed"], "lr": embed_lr, "betas": betas},
-        {"params": params["head"], "lr": hp.head_lr, "betas": betas},
-        {"params": params["scalar"], "lr": hp.scalar_lr, "betas": betas},
-    ]
-    adam_groups = [group for group in adam_groups if group["params"]]
-    adam = torch.optim.Adam(adam_groups, eps=hp.adam_eps, fused=True)
+    adam = torch.optim.Adam(adam_groups, betas=betas, eps=hp.adam_eps, fused=True)
     muon = Muon(
         params["matrix"],
         lr=hp.matrix_lr,
@@ -517,8 +514,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     # torch casts the state to its parameter's dtype. Restore the one that was saved.
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for i, values in saved["state"].items():
-        own = optimizer.state[params[i]]
-        own |= {k: x.to(own[k].device) for k, x in values.items() if isinstance(x, Tensor)}
+        state = optimizer.state[params[i]]
+        state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
 
 # ---- Schedules -------------------
@@ -641,16 +638,20 @@ class DistributedTokenLoader:
 # ---- Runtime ---------------------
 @dataclass
 class Log:
-    """Writes lines to the console and a file. Keeps them until open(), which rank 0 alone calls."""
+    """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
 
-    waiting: list[str] = field(default_factory=list)
+    waiting: deque[str] = field(default_factory=lambda: deque(maxlen=1000))
     file: TextIO | None = None
     is_terminal: bool = False
 
-    def open(self, path: Path, source: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
-        atexit.register(self.file.close)
+    def open(self, hp: Hyperparameters, source: bytes) -> None:
+        """Call this late, so that an input error leaves no file."""
+        path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+        except OSError as error:
+            raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
         self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
         gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
@@ -710,6 +711,9 @@ def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
     """This rank's GPU, or the CPU."""
     num_gpus = torch.cuda.device_count()
     if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Waiting threads spin. If another program takes a core, one thread less is faster.
+            torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
         return torch.device("cpu")
     if local_rank >= num_gpus:
         raise InputError(f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs: set DEVICE=cpu")
@@ -745,13 +749,13 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
 def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
     """Raise InputError if ranks differ in script, knobs, dtype, torch or sizes of data files."""
     may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
-    own = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
-    own |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
+    facts = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
+    facts |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
     paths = filter(os.path.isfile, [*glob.glob(hp.files("*")), hp.tokenizer_path])
-    own["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
-    first, *others = runtime.gather(own)
+    facts["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
+    first, *others = runtime.gather(facts)
     for rank, other in enumerate(others, start=1):
-        differ = [name for name in first if first[name] != other[name]]
+        differ = [name for name in first | other if first.get(name) != other.get(name)]
         if differ:
             raise InputError(f"ranks 0 and {rank} differ in {', '.join(differ)}: make these equal")
 
@@ -760,7 +764,7 @@ class Stopwatch:
     """Wall-clock training time, without pauses."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.get_device_module(device)
+        self.device_module = torch.get_device_module(device)
         self.reset(0.0)
 
     def reset(self, elapsed_ms: float) -> None:
@@ -771,17 +775,17 @@ class Stopwatch:
     def start(self) -> None:
         """If paused, wait for the device and start."""
         if self.started is None:
-            self.device.synchronize()
+            self.device_module.synchronize()
             self.started = time.perf_counter()
 
     def pause(self) -> None:
-        self.device.synchronize()
+        self.device_module.synchronize()
         self.reset(self.elapsed_ms())
 
     def lap(self) -> None:
         """Call after each step. Waits for the previous step, so that one step is always queued."""
         previous = self.last_step
-        self.last_step = self.device.Event()
+        self.last_step = self.device_module.Event()
         self.last_step.record()
         if previous is not None:
             previous.synchronize()
@@ -818,8 +822,8 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     return int(num_bytes[tokens[1:]].sum() + spaces.sum())
 
 
-def is_their_tokenizer(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
-    """Return whether most documents come back unchanged when decoded and encoded again."""
+def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
+    """Whether most documents survive decoding and re-encoding."""
     starts = np.flatnonzero(tokens == tokenizer.bos_id())
     documents = [document.tolist() for document in np.split(tokens, starts)[1:-1]]
     documents = [[i for i in ids if not tokenizer.IsControl(i)] for ids in documents]
@@ -834,9 +838,10 @@ class Validation:
         self.hp = hp
         T = hp.train_seq_len
         knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
-        if not os.path.isfile(hp.tokenizer_path):
-            raise InputError(f"{knob} is not a file\n{WAYS_TO_DATA}")
-        tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
+        try:
+            tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
+        except (OSError, RuntimeError) as error:
+            raise InputError(f"{knob}: {error}\n{WAYS_TO_DATA}") from None
         size = tokenizer.vocab_size()
         if size != hp.vocab_size:
             advice = f"set TOKENIZER_PATH to the shards' tokenizer, or VOCAB_SIZE={size}"
@@ -847,21 +852,17 @@ class Validation:
         if whole == 0:
             raise InputError(f"{len(tokens)} validation tokens are too few for TRAIN_SEQ_LEN={T}")
         kept = min(max(hp.max_val_tokens // T, 1), whole) if hp.max_val_tokens > 0 else whole
-        self.partial = f"partial:{kept}/{whole}" if kept < whole else ""
         self.tokens = tokens[: kept * T + 1]  # uint16
         self.num_bytes = count_bytes(tokenizer, self.tokens.numpy())
-        self.is_tokenizer_right = is_their_tokenizer(tokenizer, tokens[:100_000].numpy())
+        self.is_tokenizer_right = retokenizes(tokenizer, tokens[:100_000].numpy())
 
     def bits_per_byte(self, loss: float) -> float:
         """Convert a mean loss in nats per token."""
         return loss / math.log(2) * (len(self.tokens) - 1) / self.num_bytes
 
-    def format(self, loss: float, *, digits: int = 4, times: str = "", stride: int = 0) -> str:
-        """A score as the log shows it. stride: of sliding windows; 0: windows side by side."""
-        bpb = self.bits_per_byte(loss)
-        windows = f"stride:{stride}" if stride > 0 else ""
-        scores = f"val_loss:{loss:.{digits}f} val_bpb:{bpb:.{digits}f}"
-        return " ".join(part for part in (scores, times, self.partial, windows) if part)
+    def format(self, loss: float, digits: int = 4) -> str:
+        """A score as the log shows it."""
+        return f"val_loss:{loss:.{digits}f} val_bpb:{self.bits_per_byte(loss):.{digits}f}"
 
 
 @torch.no_grad()
@@ -893,30 +894,72 @@ def evaluate(
     return sum(runtime.gather(total.item())) / num_targets
 
 
-def final_loss(model: nn.Module, validation: Validation, stride: int, runtime: Runtime) -> float:
+def final_loss(model: nn.Module, validation: Validation, runtime: Runtime) -> float:
     """Mean loss in nats of the final score. Test-time training, for example, belongs here."""
     hp = validation.hp
+    stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
     return evaluate(model, validation.tokens, stride, hp, runtime)
 
 
-def score(model: nn.Module, validation: Validation, runtime: Runtime) -> dict[str, Any]:
-    """The final score, as final_result.json has it."""
-    hp = validation.hp
-    started = time.perf_counter()
-    stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
-    loss = final_loss(model, validation, stride, runtime)
-    eval_ms = 1000 * (time.perf_counter() - started)
-    result = {"val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "eval_ms": eval_ms}
-    return {**result, "stride": stride, "partial": validation.partial}
+# ---- Files -----------------------
+def compress(data: bytes) -> bytes:
+    return zlib.compress(data, 9)
 
 
-def log_artifact_score(result: dict[str, Any], validation: Validation, runtime: Runtime) -> None:
-    """Log the last two lines of a run."""
-    loss = result["val_loss"]
-    eval_time = f"eval_time:{result['eval_ms']:.0f}ms"
-    rounded = validation.format(loss, times=eval_time, stride=validation.hp.eval_stride)
-    runtime.log(f"final_int8_zlib_roundtrip {rounded}")
-    runtime.log(f"final_int8_zlib_roundtrip_exact {validation.format(loss, digits=8)}")
+def decompress(data: bytes) -> bytes:
+    return zlib.decompress(data)
+
+
+def copy_tensors(value: Any, device: torch.device | str) -> Any:
+    """Copy value, with all its tensors on the device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), value)
+
+
+def serialize(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
+
+
+def deserialize(data: bytes, name: str) -> dict[str, Any]:
+    """Decompress if needed, then load. Runs no code from the file. Raises InputError on damage."""
+    try:
+        if not data.startswith(b"PK"):  # as files of torch.save do
+            data = decompress(data)
+        if damaged := zipfile.ZipFile(io.BytesIO(data)).testzip():
+            raise ValueError(f"the checksum of {damaged} is wrong")
+        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    except Exception as error:  # of any type; torch's text goes on with unsafe advice
+        problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+        raise InputError(f"{name} is damaged or not a model file: {problem}") from None
+
+
+def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
+    """Load a state_dict. name: of its file, for the error if names or shapes differ."""
+    try:
+        gpt.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:300]
+        advice = "use the script, recipes and knobs of its training (final_result.json next to it)"
+        raise InputError(f"{name} does not fit: {advice}: {problem}") from None
+
+
+def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
+    """Write a temporary file and rename it. If that fails, log a warning and return False."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # a power cut must not leave an empty file under the new name
+        os.replace(temporary, path)
+        return True
+    except OSError as error:
+        log(f"WARNING: {path} cannot be written: {error.strerror}")
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # leave the space to smaller files
+        return False
 
 
 # ---- Export ----------------------
@@ -926,7 +969,7 @@ INT8_CLIP_QUANTILE = 0.9999984
 INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 12 levels a side
 
 
-def quantization_levels(name: str, weight: Tensor) -> int:
+def quantization_levels(name: str, weight: Tensor, hp: Hyperparameters) -> int:
     """Levels on each side of zero. 31 is int6 (but INT8_SCALE_FLOOR limits what rows use)."""
     return 127
 
@@ -937,17 +980,17 @@ def clip_rows(rows: Tensor) -> Tensor:
     return rows.clamp(-clip, clip)
 
 
-def row_scale(name: str, rows: Tensor, levels: int) -> Tensor:
+def row_scale(name: str, rows: Tensor, levels: int, hp: Hyperparameters) -> Tensor:
     """Quantization step of each row of a clipped matrix, (n, 1)."""
     return (rows.abs().amax(dim=1, keepdim=True) / levels).clamp_min(INT8_SCALE_FLOOR)
 
 
-def quantize_tensor(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_tensor(name: str, weight: Tensor, hp: Hyperparameters) -> tuple[Tensor, Tensor]:
     """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
-    levels = quantization_levels(name, weight)
+    levels = quantization_levels(name, weight, hp)
     if weight.ndim == 2:
         rows = clip_rows(weight.float())
-        scale = row_scale(name, rows, levels)
+        scale = row_scale(name, rows, levels, hp)
         values = (rows / scale).round().clamp(-levels, levels)
         return values.to(torch.int8), scale[:, 0].half()
     row = clip_rows(weight.float().reshape(1, -1))
@@ -958,17 +1001,18 @@ def quantize_tensor(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_state_dict_int8(
-    state_dict: Mapping[str, Tensor],
-    keep_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS,
+    state_dict: Mapping[str, Tensor], hp: Hyperparameters | None = None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns the artifact and statistics. keep_patterns: small tensors to keep in fp32."""
+    """Returns the artifact and statistics. hp: default knobs if None."""
+    hp = hp or Hyperparameters()
+    keep_patterns = hp.int8_keep_float_fp32_name_patterns
     parts = ("quantized", "scales", "dtypes", "passthrough")
     obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
     for name, tensor in state_dict.items():
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            obj["quantized"][name], obj["scales"][name] = quantize_tensor(name, tensor)
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(name, tensor, hp)
             obj["dtypes"][name] = dtype
             if tensor.ndim == 2:
                 obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
@@ -1001,97 +1045,32 @@ def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def compress(data: bytes) -> bytes:
-    return zlib.compress(data, 9)
-
-
-def decompress(data: bytes) -> bytes:
-    return zlib.decompress(data)
-
-
-def copy_tensors(value: Any, device: torch.device | str) -> Any:
-    """Copy value, with all its tensors on the device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), value)
-
-
-def serialize(obj: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    return buffer.getvalue()
-
-
-def deserialize(data: bytes, name: str) -> dict[str, Any]:
-    """Decompress if needed, then load. Runs no code from the file. Raises InputError on damage."""
-    try:
-        if not data.startswith(b"PK"):  # as files of torch.save do
-            data = decompress(data)
-        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except Exception as error:  # of any type; torch's text goes on with unsafe advice
-        problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
-        raise InputError(f"{name} is damaged or not a model file: {problem}") from None
-
-
-def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
-    """Load a state_dict. name: of its file, for the error if names or shapes differ."""
-    try:
-        gpt.load_state_dict(weights)
-    except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]
-        advice = "use the script, recipes and knobs of its training (final_result.json next to it)"
-        raise InputError(f"{name} does not fit: {advice}: {problem}") from None
-
-
-def saved_knobs(hp: Hyperparameters) -> dict[str, Any]:
-    """Knobs in the file of EVAL_ONLY or RESUME, or in the final_result.json next to it."""
-    path = hp.checkpoint_path() if hp.resume == "auto" else Path(hp.eval_only or hp.resume)
-    result = path.parent / "final_result.json"
-    knobs = deserialize(path.read_bytes(), str(path)).get("knobs") if path.is_file() else {}
-    if knobs is None and result.is_file():
-        knobs = json.loads(result.read_bytes())["knobs"]
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in (knobs or {}).items()}
-
-
-def load_weights(gpt: nn.Module, data: bytes, name: str) -> bool:
-    """Load an artifact, checkpoint or state_dict. Returns whether it is an artifact."""
+def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
+    """Load the bytes of an artifact, a checkpoint or a state_dict. name: of the file."""
     weights = deserialize(data, name)
-    is_artifact = "__quant_format__" in weights
-    if is_artifact:
+    if "__quant_format__" in weights:
         weights = dequantize_state_dict_int8(weights)
     elif "optimizers" in weights:
         weights = weights["model"]
     load_model(gpt, weights, name)
-    return is_artifact
 
 
-def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
-    """Write a temporary file and rename it. If that fails, log a warning and return False."""
-    temporary = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # a power cut must not leave an empty file under the new name
-        os.replace(temporary, path)
-        return True
-    except OSError as error:
-        log(f"WARNING: {path} cannot be written: {error.strerror}")
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # leave the space to smaller files
-        return False
+def write_result(hp: Hyperparameters, facts: dict[str, Any], log: Log) -> None:
+    data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
+    write_file(Path(hp.output_dir, "final_result.json"), data, log)
 
 
-def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> bytes:
-    """Quantize and compress the weights. Returns the artifact."""
+def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes, str]:
+    """Quantize and compress the weights. Returns the artifact, and the log's lines about sizes."""
     state_dict = copy_tensors(gpt.state_dict(), "cpu")
-    obj, stats = quantize_state_dict_int8(state_dict, hp.int8_keep_float_fp32_name_patterns)
+    obj, stats = quantize_state_dict_int8(state_dict, hp)
     raw = serialize(obj)
     artifact = compress(raw)
     plain = len(serialize(state_dict))
     code = len(runtime.source)
     payload = stats["int8_payload_bytes"]
     total = len(artifact) + code
-    runtime.log(
+    return artifact, (
         f"Serialized model: {plain} bytes\n"
         f"Code size: {code} bytes\n"
         f"Total submission size: {plain + code} bytes\n"
@@ -1101,7 +1080,6 @@ def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> bytes:
         f"size_check:{'fits' if total <= SIZE_LIMIT else 'too_large'} limit:{SIZE_LIMIT} "
         f"bytes_left:{SIZE_LIMIT - total}"
     )
-    return artifact
 
 
 # ---- State -----------------------
@@ -1109,7 +1087,7 @@ def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
     """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
     model: nn.Module = gpt
     if runtime.compiled:
-        torch._dynamo.config.recompile_limit = 256  # each switch in a model doubles its graphs
+        torch._dynamo.config.recompile_limit = 256  # for recipes that switch layers on and off
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
     if dist.is_initialized():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -1130,6 +1108,8 @@ class TrainingState:
     loader: DistributedTokenLoader
     stopwatch: Stopwatch
     step: int = 0
+    train_loss: float = 0.0  # of the last logged step, the mean of all ranks
+    val_loss: float = 0.0  # of the last validation
     signum: int = 0  # of the first signal that this rank got; 0: none
 
     def sync(self) -> tuple[float, int]:
@@ -1152,7 +1132,10 @@ class TrainingState:
         load_model(self.gpt, saved["model"], name)
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
             load_optimizer(optimizer, saved_optimizer)
-        self.loader.stream.shard, self.loader.stream.position = saved["stream"]
+        stream = self.loader.stream
+        stream.shard, stream.position = saved["stream"]
+        if stream.shard >= len(stream.shards):
+            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
         self.step = saved["step"]
         self.stopwatch.reset(saved["train_ms"])
 
@@ -1162,7 +1145,7 @@ class TrainingState:
 
 
 def new_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
-    """The state before the first step. SEED alone determines it."""
+    """The state before the first step. Data, knobs and SEED determine it."""
     random.seed(hp.seed)
     np.random.seed(hp.seed)
     torch.manual_seed(hp.seed)  # CPU and CUDA
@@ -1175,35 +1158,45 @@ def new_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
 
 
 def save_checkpoint(state: TrainingState) -> bool:
-    """Pause the clock and write the checkpoint, on rank 0. Returns False if that fails."""
+    """Pause the clock and write a checkpoint. Rank 0 writes it; False if it could not."""
     state.stopwatch.pause()
     if state.runtime.rank != 0:
         return True
-    path = state.hp.checkpoint_path()
-    data = serialize({**state.state_dict(), "knobs": asdict(state.hp)})
-    is_written = write_file(path, data, state.runtime.log)
-    if is_written:
-        state.runtime.log(f"checkpoint:{path} step:{state.step}")
-    return is_written
+    path, log = state.hp.checkpoint_path(), state.runtime.log
+    saved = state.state_dict()
+    if not all(weight.isfinite().all() for weight in saved["model"].values()):
+        log(f"WARNING: {path} is not replaced: weights are not finite at step:{state.step}")
+        return False
+    if not write_file(path, serialize({**saved, "knobs": asdict(state.hp)}), log):
+        return False
+    log(f"checkpoint:{path} step:{state.step}")
+    return True
+
+
+def find_checkpoint(hp: Hyperparameters) -> Path | None:
+    """The checkpoint to resume from; None: a new run. Raises InputError if it could be lost."""
+    path = hp.checkpoint_path()
+    if hp.resume == "auto":
+        return path if path.is_file() else None
+    if path.is_file() and path.resolve() != Path(hp.resume).resolve():
+        raise InputError(f"{path} exists: set RESUME=auto to resume it, or another RUN_ID")
+    if hp.resume and not os.path.isfile(hp.resume):
+        raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
+    return Path(hp.resume) if hp.resume else None
 
 
 def load_checkpoint(state: TrainingState) -> None:
-    """Resume from the checkpoint that RESUME names, if any."""
+    """Resume from the checkpoint that RESUME names, if any. Rank 0 reads it for all."""
     hp, runtime = state.hp, state.runtime
-    path = hp.checkpoint_path() if hp.resume in ("", "auto") else Path(hp.resume)
-    saved = None
-    if runtime.rank == 0 and path.is_file():
-        if hp.resume == "":
-            raise InputError(f"{path} exists: set RESUME=auto or another RUN_ID")
+    path = saved = None
+    if runtime.rank == 0 and (path := find_checkpoint(hp)):
         saved = deserialize(path.read_bytes(), str(path))
         if "optimizers" not in saved:
             raise InputError(f"{path} is not a checkpoint: set RESUME to a file in checkpoints/")
-    elif hp.resume == "auto":
-        runtime.log(f"resume:{path} does not exist, a new run begins")
-    elif runtime.rank == 0 and hp.resume != "":
-        raise InputError(f"RESUME={hp.resume!r} is not a file")
-    saved = runtime.broadcast(saved)
+    path, saved = runtime.broadcast((path, saved))
     if saved is None:
+        if hp.resume == "auto":
+            runtime.log(f"resume:{hp.checkpoint_path()} does not exist, a new run begins")
         return
     state.load_state_dict(saved, str(path))
     old = {**saved["knobs"], "resume": hp.resume}
@@ -1221,6 +1214,9 @@ def train_step(state: TrainingState) -> Tensor:
     for optimizer in state.optimizers:
         optimizer.zero_grad(set_to_none=True)
     for micro_step in range(grad_accum_steps):
+        # Noise belongs to a slot, as tokens do: any number of ranks draws the same dropout.
+        slot = micro_step * state.runtime.world_size + state.runtime.rank
+        torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
         if dist.is_initialized():
             # Gradients add up on each rank and are synchronized on the last micro-step only: one
             # exchange instead of many. DDP reads this flag in its forward pass.
@@ -1243,7 +1239,8 @@ def warm_up(state: TrainingState) -> None:
     wanted = state.hp.warmup_steps
     start = state.state_dict()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
-    # DDP regroups its buckets after the first step, so a resumed run needs one for the same bits.
+    # DDP regroups its buckets after the first step, which changes the order of sums; a resumed run
+    # must take that step, too.
     num_steps = max(wanted, int(dist.is_initialized()))
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
@@ -1256,14 +1253,13 @@ def warm_up(state: TrainingState) -> None:
     state.load_state_dict(start)
 
 
-def validate(state: TrainingState, validation: Validation) -> float:
-    """Pause the clock, log the validation loss and return it."""
+def validate(state: TrainingState, validation: Validation) -> None:
+    """Pause the clock and log the validation loss."""
     hp = state.hp
     state.stopwatch.pause()
-    loss = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
-    line = validation.format(loss, times=state.stopwatch.report(state.step))
-    state.runtime.log(f"step:{state.step}/{hp.iterations} {line}")
-    return loss
+    state.val_loss = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
+    score, times = validation.format(state.val_loss), state.stopwatch.report(state.step)
+    state.runtime.log(f"step:{state.step}/{hp.iterations} {score} {times}")
 
 
 def set_signal_action(action: Any) -> None:
@@ -1276,15 +1272,12 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
     """Log a step that is due. Show the step and the time left on a terminal."""
     hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
     name = f"step:{state.step}/{hp.iterations}"
-    done = progress(hp, state.step, stopwatch.elapsed_ms())
     if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
-        loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-        runtime.log(f"{name} train_loss:{loss:.4f} {stopwatch.report(state.step)}")
-        if not math.isfinite(loss) and done < 1:  # a finished run is exported
-            raise InputError(f"{name} train_loss is {loss}: set lower learning rates")
-    minutes_left = stopwatch.elapsed_ms() * (1 / done - 1) / 60_000
-    cap = f", cap {hp.max_wallclock_seconds:.0f} s" if hp.max_wallclock_seconds > 0 else ""
-    runtime.log.status(f"{minutes_left:.1f} min left, {name}{cap}")
+        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
+    elapsed_ms = stopwatch.elapsed_ms()
+    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
+    runtime.log.status(f"{minutes_left:.1f} min left, {name}")
 
 
 def train(state: TrainingState, validation: Validation) -> int:
@@ -1294,8 +1287,12 @@ def train(state: TrainingState, validation: Validation) -> int:
     set_signal_action(state.request_stop)
     while True:  # each way out is at the top, where all ranks agree
         elapsed_ms, signum = state.sync()  # so that all ranks use the same learning rate
-        if signum > 0 or state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
+        if state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
             state.stopwatch.pause()
+            return 0  # a finished run is exported, whatever its loss
+        if not math.isfinite(state.train_loss):
+            raise InputError(f"train_loss is {state.train_loss}: set lower learning rates")
+        if signum > 0:
             return signum
         if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
             validate(state, validation)
@@ -1319,23 +1316,49 @@ def stop(state: TrainingState, signum: int) -> int:
     return 128 + signum
 
 
-def finish(state: TrainingState, validation: Validation) -> float:
-    """Write final_model.pt, validate, compare the ranks' weights. Returns the validation loss."""
-    hp, runtime = state.hp, state.runtime
-    weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
-    if runtime.rank == 0:
-        write_file(Path(hp.output_dir, "final_model.pt"), weights, runtime.log)
+def final_weights(state: TrainingState) -> dict[str, Tensor]:
+    """The weights to save, export and score. An average of them, for example, belongs here."""
+    return state.gpt.state_dict()
+
+
+def log_unknown_knobs(log: Log) -> None:
+    """Name the variables of the environment that are almost a knob."""
+    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
+    for name in sorted(os.environ.keys() - {*knobs}):
+        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
+            log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+
+
+def finish(state: TrainingState) -> tuple[bytes, str, bool]:
+    """Write weights and artifact. Returns rank 0's artifact, its report, and whether it is safe."""
+    hp, log = state.hp, state.runtime.log
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
         save_checkpoint(state)
-    # The weights are safe: a signal now ends the run at once. Load an average of them below this.
-    set_signal_action(signal.SIG_DFL)
+    state.gpt.load_state_dict(final_weights(state))
+    artifact, report, is_safe = b"", "", True
+    if state.runtime.rank == 0:
+        write_result(hp, {}, log)  # so that weights are never next to another run's knobs
+        weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
+        write_file(Path(hp.output_dir, "final_model.pt"), weights, log)
+        artifact, report = export(state.gpt, hp, state.runtime)
+        path = Path(hp.output_dir, "final_model.int8.ptz")
+        is_safe = write_file(path, artifact, log)
+        if is_safe:
+            artifact = path.read_bytes()
+    set_signal_action(signal.SIG_DFL)  # nothing can be lost: a signal now ends the run at once
     if state.signum:
         signal.raise_signal(state.signum)
-    loss = validate(state, validation)
+    return artifact, report, is_safe
+
+
+def log_end(state: TrainingState, report: str) -> None:
+    """Log what ended the training, whether the ranks agree, memory and sizes."""
+    hp, runtime = state.hp, state.runtime
     if state.step < hp.iterations:
         train_time = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms"
         runtime.log(f"stopping_early: wallclock_cap {train_time} step:{state.step}/{hp.iterations}")
-    if len(set(runtime.gather(hashlib.sha256(weights).hexdigest()))) > 1:
+    weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
+    if len(set(runtime.gather(zlib.crc32(weights)))) > 1:
         runtime.log("WARNING: replicas: the ranks have different weights")
     elif runtime.world_size > 1:
         runtime.log("replicas:identical")
@@ -1343,12 +1366,38 @@ def finish(state: TrainingState, validation: Validation) -> float:
         allocated = torch.cuda.max_memory_allocated() >> 20
         reserved = torch.cuda.max_memory_reserved() >> 20
         runtime.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+    runtime.log(report)
+
+
+def score_artifact(state: TrainingState, validation: Validation, artifact: bytes) -> float:
+    """Score rank 0's artifact on all ranks, write final_result.json and log the last lines."""
+    hp, runtime, before = state.hp, state.runtime, state.val_loss
+    load_weights(state.gpt, runtime.broadcast(artifact), "the exported artifact")
+    started = time.perf_counter()
+    loss = final_loss(state.model, validation, runtime)
+    eval_ms = 1000 * (time.perf_counter() - started)
+    facts = {"val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "eval_ms": eval_ms}
+    facts |= {"pre_quant_val_loss": before, "pre_quant_val_bpb": validation.bits_per_byte(before)}
+    facts |= {"bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source)}
+    facts |= {"steps": state.step, "train_ms": state.stopwatch.elapsed_ms()}
+    if runtime.rank == 0:
+        write_result(hp, facts, runtime.log)
+        names = ("final_model.pt", "final_model.int8.ptz", "final_result.json")
+        files = [path for path in (Path(hp.output_dir, name) for name in names) if path.is_file()]
+        runtime.log(f"files: {shlex.join(map(str, files))}")
+    log_unknown_knobs(runtime.log)
+    stride = f" stride:{hp.eval_stride}" if hp.eval_stride > 0 else ""
+    times = f"eval_time:{eval_ms:.0f}ms{stride}"
+    runtime.log(f"final_int8_zlib_roundtrip {validation.format(loss)} {times}")
+    runtime.log(f"final_int8_zlib_roundtrip_exact {validation.format(loss, digits=8)}")
     return loss
 
 
 # ---- main ------------------------
 def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Build the demo's data, unless it exists."""
+    """For the demo, build its data, unless they exist."""
+    if hp.preset != "demo" or not {hp.data_path, hp.tokenizer_path} <= {*DEMO.values()}:
+        return
     script = Path(__file__).with_name("data") / "demo_corpus.py"
     command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -1361,17 +1410,14 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     hp = gpt.hp
     cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
     tied = hp.tie_embeddings
-    num_tokens = f"tokens:{len(validation.tokens) - 1} {validation.partial}".rstrip()
     defaults = asdict(Hyperparameters(run_id=hp.run_id))  # RUN_ID is random and left out
-    changed = {k.upper(): value for k, value in asdict(hp).items() if value != defaults[k]}
-    saved = {k.upper(): v for k, v in saved_knobs(hp).items() if k.upper() not in os.environ}
-    knobs = [f"{'file:' if saved.get(k) == v else ''}{k}={v}" for k, v in changed.items()]
+    knobs = [f"{k.upper()}={v}" for k, v in asdict(hp).items() if v != defaults[k]]
     runtime.log(
         f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}\n"
         f"train_loader:dataset:{Path(hp.data_path).resolve().name} "
         f"train_shards:{len(glob.glob(hp.files('train')))}\n"
         f"val_loader:shards pattern={os.path.join(hp.data_path, 'fineweb_val_*.bin')} "
-        f"{num_tokens}\n"
+        f"tokens:{len(validation.tokens) - 1}\n"
         f"model_params:{sum(param.numel() for param in gpt.parameters())}\n"
         f"world_size:{runtime.world_size} grad_accum_steps:{hp.batch_slots // runtime.world_size}\n"
         f"sdp_backends:cudnn={cudnn} flash=True mem_efficient=True math=True\n"
@@ -1385,108 +1431,46 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
         f"cpu_threads:{torch.get_num_threads()}"
     )
-    for name in sorted(os.environ.keys() - {k.upper() for k in defaults}):
-        for knob in difflib.get_close_matches(name.lower(), defaults, n=1, cutoff=0.85):
-            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob.upper()}?")
+    log_unknown_knobs(runtime.log)
     if not validation.is_tokenizer_right:
         runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
-
-
-def open_log(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Open rank 0's log: late, so that an input error leaves no file."""
-    try:
-        if runtime.rank == 0:
-            runtime.log.open(Path(hp.output_dir, "logs", f"{hp.run_id}.txt"), runtime.source)
-    except OSError as error:
-        raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
-
-
-def score_file(hp: Hyperparameters, runtime: Runtime) -> int:
-    """Score the weights of the file EVAL_ONLY. Returns the exit code."""
-    if runtime.rank == 0 and not os.path.isfile(hp.eval_only):
-        raise InputError(f"EVAL_ONLY={hp.eval_only!r} is not a file")
-    validation = Validation(hp)
-    gpt = GPT(hp, runtime.dtype).to(runtime.device)
-    data = Path(hp.eval_only).read_bytes() if runtime.rank == 0 else b""
-    is_artifact = load_weights(gpt, runtime.broadcast(data), hp.eval_only)
-    log_settings(gpt, validation, runtime)
-    runtime.log(f"eval_only:{hp.eval_only}")
-    open_log(hp, runtime)
-    result = score(wrap(gpt, runtime), validation, runtime)
-    if is_artifact:
-        log_artifact_score(result, validation, runtime)
-    else:
-        exact = validation.format(result["val_loss"], digits=8, stride=hp.eval_stride)
-        runtime.log(f"eval_only {exact}")
-    return int(not math.isfinite(result["val_loss"]))
-
-
-def export_and_score(state: TrainingState, validation: Validation, loss: float) -> int:
-    """Export on rank 0, score the artifact on all ranks, return the exit code. loss: before it."""
-    hp, runtime = state.hp, state.runtime
-    path = Path(hp.output_dir, "final_model.int8.ptz")
-    artifact, is_written = b"", True
-    if runtime.rank == 0:
-        artifact = export(state.gpt, hp, runtime)
-        is_written = write_file(path, artifact, runtime.log)
-    load_weights(state.gpt, runtime.broadcast(artifact), "the exported artifact")
-    result = score(state.model, validation, runtime)
-    if runtime.rank == 0:
-        code = len(runtime.source)
-        facts = {**result, "bytes_total": len(artifact) + code, "bytes_code": code}
-        facts |= {"pre_quant_val_loss": loss, "pre_quant_val_bpb": validation.bits_per_byte(loss)}
-        facts |= {"steps": state.step, "train_ms": state.stopwatch.elapsed_ms()}
-        facts |= {"world_size": runtime.world_size, "torch": torch.__version__}
-        data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
-        write_file(path.with_name("final_result.json"), data, runtime.log)
-        names = ("final_model.pt", path.name, "final_result.json")
-        runtime.log(f"files: {shlex.join(str(path.with_name(name)) for name in names)}")
-        runtime.log(f"let it write: python tests/tools/sample.py {shlex.quote(str(path))}")
-        demo = Path(hp.data_path, "demo_corpus.json")
-        if demo.is_file():
-            lzma = json.loads(demo.read_bytes())["lzma_bpb"]
-            runtime.log(f"demo: {result['val_bpb']:.4f} bits per byte, the best lzma {lzma:.4f}")
-    log_artifact_score(result, validation, runtime)
-    return int(not is_written or not math.isfinite(result["val_loss"]))
 
 
 def run() -> int:
     """Run with the knobs of the environment. Returns the exit code."""
     hp = Hyperparameters.from_env(os.environ)
     runtime = open_runtime(hp)
-    if hp.preset == "demo" and {hp.data_path, hp.tokenizer_path} <= {*PRESETS["demo"].values()}:
-        prepare_demo(hp, runtime)
+    prepare_demo(hp, runtime)
     compare_ranks(hp, runtime)
-    if hp.eval_only:
-        return score_file(hp, runtime)
     state = new_state(hp, runtime)
     validation = Validation(hp)
     log_settings(state.gpt, validation, runtime)
     load_checkpoint(state)
-    open_log(hp, runtime)
+    if runtime.rank == 0:
+        runtime.log.open(hp, runtime.source)
     warm_up(state)
     signum = train(state, validation)
     if signum > 0:
         return stop(state, signum)
-    loss = finish(state, validation)
-    return export_and_score(state, validation, loss)
+    artifact, report, is_safe = finish(state)
+    validate(state, validation)
+    log_end(state, report)
+    loss = score_artifact(state, validation, artifact)
+    return int(not is_safe or not math.isfinite(loss))
 
 
-def main() -> None:
-    if sys.argv[1:] == ["--help"]:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for --help | head
-        print(__doc__, inspect.getsource(Hyperparameters).split("    def ")[0], sep="\n")
-        return
-    if len(sys.argv) > 1:
-        sys.exit(f"{sys.argv[1]!r}: knobs are environment variables, see --help")
+def leave(job: Callable[[], int]) -> NoReturn:
+    """Run a job and exit with its code, or with 1 after an error. Also for tools."""
     try:
-        code = run()
+        code = job()
         if dist.is_initialized():
             # All ranks leave together. Destroying the process group could hang in gloo's thread.
             dist.barrier()
+    except KeyboardInterrupt:
+        code = 130
     except Exception as error:
         code = 1
-        if isinstance(error, InputError | OSError):
+        if isinstance(error, InputError):
             error.__traceback__ = None  # the message is enough
         sys.excepthook(type(error), error, error.__traceback__)
     if "RANK" in os.environ:
@@ -1496,5 +1480,16 @@ def main() -> None:
     sys.exit(code)
 
 
+def main() -> None:
+    if sys.argv[1:] == ["--help"]:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for --help | head
+        print(__doc__, inspect.getsource(Hyperparameters).split("    def ")[0], sep="\n")
+        return
+    if len(sys.argv) > 1:
+        sys.exit(f"{sys.argv[1]!r}: knobs are environment variables, see --help")
+    leave(run)
+
+
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters it cannot show
     main()

@@ -135,11 +135,11 @@ def test_a_datasets_bytes_are_those_of_its_documents(base, exported, capsys):
         tokens = read(folder, split)
         num_bytes = sum(len(original(base, text).encode()) for text in texts)
         assert train_gpt.count_bytes(sp, tokens) == num_bytes
-        assert train_gpt.is_their_tokenizer(sp, tokens)
+        assert train_gpt.retokenizes(sp, tokens)
         assert f"bytes_per_token:{num_bytes / len(tokens):.4f}\n" in output
         assert f"{split}: begins: {original(base, texts[0])[:80]}\n" in output
     plain = encode_texts(base, 1, TEXTS)
-    assert not train_gpt.is_their_tokenizer(sp, plain.clip(max=sp.vocab_size() - 1))
+    assert not train_gpt.retokenizes(sp, plain.clip(max=sp.vocab_size() - 1))
 
 
 def test_several_processes_and_a_reused_model_give_the_same_shards(exported, tmp_path, monkeypatch):

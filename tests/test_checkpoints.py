@@ -117,10 +117,47 @@ def test_the_current_rates_apply_and_the_rest_of_a_group_is_restored(long_knobs)
     assert scalar["custom"] == 5
 
 
+def test_a_checkpoint_of_more_shards_than_there_are_is_an_error(copied, long_knobs, dataset):
+    saved = torch.load(copied / CHECKPOINT, weights_only=True)
+    torch.save({**saved, "stream": (1, 7)}, copied / CHECKPOINT)
+    less = shutil.copytree(dataset, copied / "less")
+    (less / "fineweb_train_000001.bin").unlink()
+    result = run_here(copied, {**long_knobs, "RESUME": "auto", "DATA_PATH": str(less)})
+    failed(result, f"{CHECKPOINT} needs more train shards than DATA_PATH has")
+
+
+def test_a_file_to_resume_does_not_hide_the_checkpoint_of_this_run(copied, long_knobs):
+    """A run that started from base.pt and was killed must not start there again."""
+    base = shutil.copy(copied / CHECKPOINT, copied / "base.pt")
+    environ = {**long_knobs, "RESUME": str(base)}
+    before = (copied / CHECKPOINT).read_bytes()
+    failed(run_here(copied, environ), f"{CHECKPOINT} exists: set RESUME=auto")
+    assert (copied / CHECKPOINT).read_bytes() == before
+    finished(run_here(copied, {**environ, "RUN_ID": "other"}))
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, long_knobs, monkeypatch):
+    def train_step(state):
+        loss = train_step_before(state)
+        if state.step >= 11:
+            state.gpt.tok_emb.weight.data[3, 4] = torch.nan
+        return loss
+
+    train_step_before = train_gpt.train_step
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    result = run_here(tmp_path, {**long_knobs, "CHECKPOINT_EVERY": "5", "TRAIN_LOG_EVERY": "0"})
+    lines = result.stdout.splitlines()
+    saved = [line for line in lines if line.startswith("checkpoint:")]
+    assert saved == [f"checkpoint:{CHECKPOINT} step:{step}" for step in (5, 10)]
+    warned = [line for line in lines if line.startswith(f"WARNING: {CHECKPOINT} is not replaced")]
+    assert len(warned) == 2 and result.returncode == 1
+    assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["step"] == 10
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, f"{CHECKPOINT} exists: set RESUME=auto or another RUN_ID"),
+        ({}, f"{CHECKPOINT} exists: set RESUME=auto"),
         ({"RESUME": "auto", "NUM_LAYERS": "2"}, f"{CHECKPOINT} does not fit"),
     ],
 )

@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import finished, run_here
 from test_lora_ttt import random_model
 from test_recipes import load, patch_script
 from torch import Tensor
@@ -67,21 +68,23 @@ def test_a_document_does_not_depend_on_the_others_in_its_row(patched, name):
 def test_bounds_of_documents(patched):
     """A row of fewer than 64 tokens has two documents at most."""
     rows = [[1, 5, 6, 1, 7, 8], [5, 6, 7, 8, 9, 5], [5, 1, 6, 1, 1, 7]]
-    bounds = patched.find_documents(torch.tensor(rows), is_flash=True)
+    bounds, _ = patched.find_documents(torch.tensor(rows), T, is_flash=True)
     assert bounds.dtype == torch.int32 and bounds.tolist() == [0, 3, 6, 12, 12, 13, 18]
-    bounds = patched.find_documents(torch.stack([row for row, _ in ROWS.values()]), is_flash=True)
+    rows = torch.stack([row for row, _ in ROWS.values()])
+    bounds, _ = patched.find_documents(rows, T, is_flash=True)
     ends = [0, 40, 96, 96, 106, 156, 192, 193, 287, 288, 384, 384, 384, 392, 414, 480]
     assert bounds.tolist() == ends
 
 
-def test_flash_attention_agrees_with_the_mask(patched, monkeypatch):
+@pytest.mark.parametrize("longest", [30, T])
+def test_flash_attention_agrees_with_the_mask(patched, longest, monkeypatch):
     """FlashAttention, which needs a GPU, is replaced by a loop over the documents."""
     schema = torch.ops.aten._flash_attention_forward.default._schema
     leading = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
     assert [arg.name for arg in schema.arguments[:9]] == leading.split()
 
     def flash(q, k, v, bounds, bounds_k, max_q, max_k, dropout, is_causal, return_debug_mask):
-        assert (bounds is bounds_k, max_q, max_k) == (True, T, T)
+        assert (bounds is bounds_k, max_q, max_k) == (True, longest, longest)
         assert (dropout, is_causal, return_debug_mask) == (0, True, False)
         ys = []
         for start, end in zip(bounds[:-1], bounds[1:], strict=True):
@@ -95,7 +98,65 @@ def test_flash_attention_agrees_with_the_mask(patched, monkeypatch):
     heads = torch.randn(len(rows), T, 8, 16, generator=torch.Generator().manual_seed(0))
     q, k, v = heads.split((4, 2, 2), dim=2)
     expected, y = (
-        patched.attend_within(patched.find_documents(rows, is_flash), q, k, v)
+        patched.attend_within(patched.find_documents(rows, longest, is_flash)[0], longest, q, k, v)
         for is_flash in (False, True)
     )
     torch.testing.assert_close(y, expected)
+
+
+def cut_plainly(rows: list[list[int]], longest: int) -> tuple[list[int], list[list[int]]]:
+    """First tokens of the documents in all rows, and positions, by a loop over the tokens."""
+    starts, positions = [], []
+    for row, tokens in enumerate(rows):
+        positions.append([])
+        num_documents, length = 0, 0
+        for place, token in enumerate(tokens):
+            is_first = place == 0 or (token == 1 and num_documents < len(tokens) // 32)
+            num_documents += is_first
+            if is_first or length == longest:
+                starts.append(row * len(tokens) + place)
+                length = 0
+            positions[-1].append(length)
+            length += 1
+    return starts, positions
+
+
+@pytest.mark.parametrize("longest", [7, 32, 33, 96, 192])
+def test_whole_documents_are_cut_as_by_a_plain_loop(patched, longest):
+    generator = torch.Generator().manual_seed(longest)
+    rows = torch.randint(4, 1000, (3, 192), generator=generator)
+    rows[0, [0, 7, 14, 50, 150]] = 1
+    rows[1, [1, 97]] = 1
+    rows[2, ::8] = 1  # more than 192 / 32 documents
+    starts, positions = cut_plainly(rows.tolist(), longest)
+    bounds, found = patched.find_documents(rows, longest, is_flash=True)
+    assert sorted({*bounds.tolist()}) == sorted({*starts, 192, 384, 576})
+    assert found.tolist() == positions and len(bounds) == 3 * (6 + 191 // longest) + 1
+    documents = torch.tensor([sum(start <= i for start in starts) for i in range(576)]).view(3, -1)
+    mask, found = patched.find_documents(rows, longest, is_flash=False)
+    assert torch.equal(mask[:, 0], (documents[:, :, None] == documents[:, None]).tril())
+    assert found.tolist() == positions
+
+
+def test_a_row_of_whole_documents_is_scored_like_each_of_them(patched):
+    """Documents that the end of a row of T tokens would cut, and one longer than T."""
+    names = ("begins_with_bos", "begins_inside_a_document", "no_bos")
+    row = torch.cat([ROWS[name][0] for name in names])
+    logits = random_model(patched, KNOBS).logits(row[None])
+    expected = score_alone(row, [40, 66, 50, 96, 36])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_whole_documents_train_in_one_row_per_slot(tmp_path, patched, knobs, monkeypatch):
+    shapes = {}
+
+    def logits(gpt, input_ids, logits=patched.GPT.logits):
+        shapes.setdefault(gpt.training, set()).add(tuple(input_ids.shape))
+        return logits(gpt, input_ids)
+
+    monkeypatch.setattr(patched.GPT, "logits", logits)
+    finished(run_here(tmp_path / "rows", knobs, patched))
+    assert shapes.pop(True) == {(2, 32)}
+    scored = shapes.pop(False)
+    finished(run_here(tmp_path / "whole", {**knobs, "WHOLE_DOCUMENTS": "1"}, patched))
+    assert shapes == {True: {(1, 64)}, False: scored}

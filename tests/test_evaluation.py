@@ -13,7 +13,6 @@ from conftest import (
     ALONE,
     TEXTS,
     VOCAB_SIZE,
-    Lines,
     finished,
     run_here,
     train_tokenizer,
@@ -112,12 +111,10 @@ def test_another_tokenizer_of_the_same_size_is_a_warning(dataset, knobs, tmp_pat
 def test_the_split_is_cut_to_whole_sequences(small, tmp_path, sp):
     shards = sorted(tmp_path.glob("fineweb_val_*.bin"))
     tokens = np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in shards])
-    cases = [(16, 0, 97, ""), (16, 50, 49, "partial:3/6"), (16, 999, 97, ""), (99, 0, 100, "")]
-    for T, limit, kept, partial in cases:
+    for T, limit, kept in [(16, 0, 97), (16, 50, 49), (16, 999, 97), (99, 0, 100)]:
         validation = Validation(replace(small, train_seq_len=T, max_val_tokens=limit))
         assert validation.tokens.dtype == torch.uint16
         assert validation.tokens.tolist() == tokens[:kept].tolist()
-        assert validation.partial == partial
         assert validation.num_bytes == train_gpt.count_bytes(sp, tokens[:kept])
         bits = validation.bits_per_byte(math.log(8)) * validation.num_bytes
         assert bits == pytest.approx(3 * (kept - 1))
@@ -173,18 +170,13 @@ def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small, strid
     assert all(module.training for module in gpt.modules())
 
 
-@pytest.mark.parametrize("stride, suffix", [(0, ""), (4, " stride:4")])
-def test_the_last_lines_are_the_score_rounded_and_exact(small, stride, suffix):
-    """EVAL_STRIDE makes it the score of sliding windows."""
+@pytest.mark.parametrize("stride", [0, 4])
+def test_the_final_score_has_the_stride_of_its_knob(small, stride):
+    """0: windows side by side."""
     hp = replace(small, eval_stride=stride, max_val_tokens=50)
-    gpt, validation, runtime = noisy_model(hp), Validation(hp), replace(ALONE, log=Lines())
-    loss = train_gpt.evaluate(gpt, validation.tokens, stride or 16, hp, runtime)
+    gpt, validation = noisy_model(hp), Validation(hp)
+    loss = train_gpt.evaluate(gpt, validation.tokens, stride or 16, hp, ALONE)
+    assert train_gpt.final_loss(gpt, validation, ALONE) == loss
     bpb = validation.bits_per_byte(loss)
-    result = train_gpt.score(gpt, validation, runtime)
-    assert (result["val_loss"], result["val_bpb"], result["stride"]) == (loss, bpb, stride or 16)
-    train_gpt.log_artifact_score(result, validation, runtime)
-    rounded, exact = runtime.log.text.splitlines()
-    name = "final_int8_zlib_roundtrip"
-    assert rounded.startswith(f"{name} val_loss:{loss:.4f} val_bpb:{bpb:.4f} eval_time:")
-    assert rounded.endswith(f"ms partial:3/6{suffix}")
-    assert exact == f"{name}_exact val_loss:{loss:.8f} val_bpb:{bpb:.8f} partial:3/6"
+    assert validation.format(loss) == f"val_loss:{loss:.4f} val_bpb:{bpb:.4f}"
+    assert validation.format(loss, digits=8) == f"val_loss:{loss:.8f} val_bpb:{bpb:.8f}"

@@ -1,14 +1,24 @@
 """Quantization, the artifact and the files."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, Lines
+from conftest import ALONE, Lines, run_here
 
 import train_gpt
-from train_gpt import dequantize_state_dict_int8, quantize_state_dict_int8, quantize_tensor
+from train_gpt import (
+    Hyperparameters,
+    dequantize_state_dict_int8,
+    quantize_state_dict_int8,
+    quantize_tensor,
+)
+
+HP = Hyperparameters()
+MODEL, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -64,7 +74,8 @@ def test_each_tensor_is_in_its_part_of_the_artifact():
 
 @pytest.mark.baseline
 def test_other_patterns_keep_other_tensors_in_fp32():
-    obj, _ = quantize_state_dict_int8({"x.q_gain": torch.ones(3), "y": torch.ones(3)}, ("y",))
+    hp = Hyperparameters(int8_keep_float_fp32_name_patterns=("y",))
+    obj, _ = quantize_state_dict_int8({"x.q_gain": torch.ones(3), "y": torch.ones(3)}, hp)
     assert obj["passthrough"]["y"].dtype == torch.float32
     assert obj["passthrough"]["x.q_gain"].dtype == torch.float16
     assert "qmeta" not in obj  # optional keys are absent if not needed
@@ -73,12 +84,12 @@ def test_other_patterns_keep_other_tensors_in_fp32():
 @pytest.mark.baseline
 @pytest.mark.parametrize("levels", [127, 31])
 def test_rows_by_the_contracts_formula(levels, monkeypatch):
-    monkeypatch.setattr(train_gpt, "quantization_levels", lambda name, weight: levels)
+    monkeypatch.setattr(train_gpt, "quantization_levels", lambda name, weight, hp: levels)
     weight = tensors()["matrix"] * torch.logspace(-3, 2, 300)[:, None]  # below and above the floor
     clip = clips(weight)[:, None]
     scale = torch.maximum(clip / levels, torch.tensor(1 / 127))
     wanted = torch.round(weight.clamp(-clip, clip) / scale).clamp(-levels, levels)
-    values, scales = quantize_tensor("matrix", weight)
+    values, scales = quantize_tensor("matrix", weight, HP)
     assert torch.equal(values, wanted.to(torch.int8))
     assert torch.equal(scales, scale[:, 0].half())
     assert (scale == 1 / 127).any() and (scale > 1 / 127).any()
@@ -89,9 +100,9 @@ def test_whole_tensors_by_the_contracts_formula():
     cube = tensors()["cube"]
     clip = clips(cube.flatten()[None])[0]
     wanted = torch.round(cube.clamp(-clip, clip) / (clip / 127)).clamp(-127, 127)
-    values, scale = quantize_tensor("cube", cube)
+    values, scale = quantize_tensor("cube", cube, HP)
     assert torch.equal(values, wanted.to(torch.int8)) and scale == clip / 127
-    values, scale = quantize_tensor("zeros", torch.zeros(2, 2, 2))
+    values, scale = quantize_tensor("zeros", torch.zeros(2, 2, 2), HP)
     assert not values.any() and scale == 1.0
 
 
@@ -116,29 +127,29 @@ def test_without_qmeta_a_scale_with_one_dimension_is_one_per_row():
     assert torch.equal(restored["w"], values * scales[:, None, None])
 
 
-def state_with_source(knobs: dict[str, str], source: bytes) -> train_gpt.TrainingState:
-    """State of a run of this source."""
-    hp = train_gpt.Hyperparameters.from_env(knobs)
-    return train_gpt.new_state(hp, replace(ALONE, log=Lines(), source=source))
+def export(knobs: dict[str, str], source: bytes) -> tuple[train_gpt.GPT, bytes, list[str]]:
+    """A model, and its artifact and report after a run of this source."""
+    hp = Hyperparameters.from_env(knobs)
+    gpt = train_gpt.new_state(hp, ALONE).gpt
+    artifact, report = train_gpt.export(gpt, hp, replace(ALONE, source=source))
+    return gpt, artifact, report.splitlines()
 
 
 @pytest.mark.parametrize("spare, verdict", [(0, "fits"), (-1, "too_large")])
 def test_the_artifact_and_the_lines_of_its_size(quantized_knobs, spare, verdict):
     """With code of a length that fits to the byte, or is one byte too long."""
-    state = state_with_source(quantized_knobs, b"")
-    size = len(train_gpt.export(state.gpt, state.hp, state.runtime))
+    size = len(export(quantized_knobs, b"")[1])
     code, total = 16_000_000 - spare - size, 16_000_000 - spare
-    state = state_with_source(quantized_knobs, b"#" * code)
-    artifact = train_gpt.export(state.gpt, state.hp, state.runtime)
-    _, code_line, _, model, submission, check = state.runtime.log.text.splitlines()
+    gpt, artifact, report = export(quantized_knobs, b"#" * code)
+    _, code_line, _, model, submission, check = report
     assert code_line == f"Code size: {code} bytes"
     assert model.startswith(f"Serialized model int8+zlib: {size} bytes (payload:")
     assert submission == f"Total submission size int8+zlib: {total} bytes"
     assert check == f"size_check:{verdict} limit:16000000 bytes_left:{spare}"
-    obj, _ = quantize_state_dict_int8(state.gpt.state_dict())
-    assert train_gpt.load_weights(state.gpt, artifact, "the artifact")
+    obj, _ = quantize_state_dict_int8(gpt.state_dict())
+    train_gpt.load_weights(gpt, artifact, "the artifact")
     wanted = dequantize_state_dict_int8(obj)
-    assert all(torch.equal(value, wanted[name]) for name, value in state.gpt.state_dict().items())
+    assert all(torch.equal(value, wanted[name]) for name, value in gpt.state_dict().items())
 
 
 def test_the_code_is_what_it_was_when_the_run_began(quantized_knobs, tmp_path, monkeypatch):
@@ -146,8 +157,51 @@ def test_the_code_is_what_it_was_when_the_run_began(quantized_knobs, tmp_path, m
     script = tmp_path / "script.py"
     script.write_text("eight = 8")
     monkeypatch.setattr(train_gpt, "__file__", str(script))
-    state = state_with_source(quantized_knobs, b"")
-    runtime = train_gpt.open_runtime(state.hp)
+    runtime = train_gpt.open_runtime(Hyperparameters.from_env(quantized_knobs))
     script.write_text("x = 1")
-    train_gpt.export(state.gpt, state.hp, runtime)
-    assert "Code size: 9 bytes" in "".join(runtime.log.waiting)
+    assert "Code size: 9 bytes" in export(quantized_knobs, runtime.source)[2]
+
+
+# ---- writing files -------------------------------------------------------------------------------
+def test_a_write_that_fails_warns_and_leaves_the_old_file_without_a_part_of_the_new_one(tmp_path):
+    path, log = tmp_path / "model", Lines()
+    assert train_gpt.write_file(path, b"old", log) and log.text == ""
+    part_of(path).symlink_to("/dev/full")  # writes to it find the disk full
+    assert not train_gpt.write_file(path, b"new", log)
+    assert log.text == f"WARNING: {path} cannot be written: No space left on device\n"
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"old"
+
+
+def part_of(path: Path) -> Path:
+    """The temporary file of this process: another run may write to the same folder."""
+    return path.with_name(f"{path.name}.{os.getpid()}.part")
+
+
+def test_a_file_gets_its_name_when_its_bytes_are_on_the_disk(tmp_path, monkeypatch):
+    """Else a power cut could leave an empty file in place of the old one."""
+    flushed = []
+
+    def fsync(number: int, fsync=os.fsync) -> None:
+        flushed.append((part_of(path).read_bytes(), path.exists()))
+        fsync(number)
+
+    path = tmp_path / "model"
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert train_gpt.write_file(path, b"new", Lines())
+    assert flushed == [(b"new", False)] and path.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("name, code", [(MODEL, 0), (ARTIFACT, 1), (RESULT, 0)])
+def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, knobs, name, code):
+    """Without an artifact the run fails in the end."""
+    (tmp_path / name).mkdir()
+    result = run_here(tmp_path, {**knobs, "ITERATIONS": "1", "VAL_LOSS_EVERY": "0"})
+    assert (result.returncode, result.stderr) == (code, "")
+    lines = result.stdout.splitlines()
+    assert f"WARNING: {name} cannot be written: Is a directory" in lines
+    others = [other for other in (MODEL, ARTIFACT, RESULT) if other != name]
+    assert lines[-3] == f"files: {' '.join(others)}"
+    assert lines[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:")
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"logs", MODEL, ARTIFACT, RESULT}
+    assert all((tmp_path / other).is_file() for other in others)

@@ -4,10 +4,10 @@ import copy
 import functools
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import score
 import torch
 from conftest import ALONE, Lines, finished, run_here, run_ranks, scores, write_shard
 from test_recipes import load, patch_script
@@ -192,7 +192,7 @@ def test_a_knob_chooses_between_the_two_recipes(tmp_path, patched, gpt, lora_kno
     for rank, ttt_lr, name in [(4, 0.005, "lora_ttt"), (0, 0.005, "score_first_ttt"), (0, 0.0, "")]:
         runtime = replace(ALONE, log=Lines())
         hp = replace(model.hp, lora_rank=rank, ttt_lr=ttt_lr)
-        loss = both.final_loss(model, SimpleNamespace(hp=hp, tokens=tokens), T, runtime)
+        loss = both.final_loss(model, SimpleNamespace(hp=hp, tokens=tokens), runtime)
         assert runtime.log.text.partition(":")[0] == name
         if name == "lora_ttt":
             assert loss == loss_of(patched, gpt, tokens)
@@ -215,21 +215,20 @@ def test_a_compiled_model_has_the_same_loss(patched, gpt, monkeypatch):
 
 
 @pytest.mark.recipes
-def test_eval_only_scores_whole_documents_on_one_rank_and_on_two(
-    tmp_path, patched, gpt, lora_knobs
-):
+def test_score_scores_whole_documents_on_one_rank_and_on_two(tmp_path, patched, gpt, lora_knobs):
     """And with MAX_VAL_TOKENS only the first of them."""
     lengths = [20, 7, 45, 100]
     write_shard(tmp_path / "fineweb_val_000000.bin", random_tokens(lengths).numpy())
     artifact = tmp_path / "artifact"
-    artifact.write_bytes(patched.export(gpt, gpt.hp, ALONE))
+    artifact.write_bytes(patched.export(gpt, gpt.hp, ALONE)[0])
     patched.load_weights(gpt, artifact.read_bytes(), "")
     expected = plain_loss(patched, gpt, split(random_tokens(lengths)[: 4 * T + 1]), 5e-4)
-    environ = {**lora_knobs, "DATA_PATH": str(tmp_path), "EVAL_ONLY": str(artifact)}
+    environ = {**lora_knobs, "DATA_PATH": str(tmp_path)}
     environ |= {"MAX_VAL_TOKENS": str(5 * T - 1), "LORA_DOCUMENTS": "2"}  # a group a rank
-    lines = finished(run_here(tmp_path / "one", environ, patched))
+    arguments = [str(artifact), "--script", patched.__file__]
+    lines = finished(run_here(tmp_path / "one", environ, score, arguments))
     assert scores(lines[-1])[0] == pytest.approx(expected, abs=1e-5)
     assert any(line.startswith("lora_ttt: LORA_RANK=4 LORA_LR=0.0005 ") for line in lines)
-    first, second = run_ranks(tmp_path / "two", environ, 2, [Path(patched.__file__)])
+    first, second = run_ranks(tmp_path / "two", environ, 2, [score.__file__, *arguments])
     assert scores(finished(first)[-1])[0] == pytest.approx(expected, abs=1e-5)
     assert second.returncode == 0

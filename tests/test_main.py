@@ -76,7 +76,6 @@ def contract_lines(dataset: Path, tokenizer: Path) -> list[str]:
         r"Total submission size int8\+zlib: \d+ bytes",
         r"size_check:fits limit:16000000 bytes_left:\d+",
         r"files: final_model\.pt final_model\.int8\.ptz final_result\.json",
-        r"let it write: python tests/tools/sample\.py final_model\.int8\.ptz",
         rf"final_int8_zlib_roundtrip {SCORE} eval_time:\d+ms",
         r"final_int8_zlib_roundtrip_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}",
     ]
@@ -195,7 +194,7 @@ def test_the_result_has_scores_and_knobs(trained, quantized_knobs):
     before = [result["pre_quant_val_loss"], result["pre_quant_val_bpb"]]
     assert before == pytest.approx(scores(end), abs=6e-5)
     assert result["train_ms"] == pytest.approx(int(re.search(r"(\d+)ms", end)[1]), abs=1)
-    assert (result["steps"], result["partial"], result["world_size"]) == (6, "", 1)
+    assert result["steps"] == 6 and result["eval_ms"] > 0
     hp = Hyperparameters.from_env({**quantized_knobs, "CHECKPOINT_EVERY": "100"})
     assert result["knobs"] == json.loads(json.dumps(asdict(hp)))
 
@@ -219,6 +218,27 @@ def test_what_any_rank_prints_is_not_lost(tmp_path, knobs):
     assert [f"from rank {rank}\n" in results[rank].stdout for rank in (0, 1)] == [True, True]
 
 
+def test_an_error_of_a_players_code_keeps_its_traceback(tmp_path, knobs, monkeypatch):
+    """Also an OSError."""
+
+    def validate(state, validation):
+        Path("my_table.bin").read_bytes()
+
+    monkeypatch.setattr(train_gpt, "validate", validate)
+    result = run_here(tmp_path, knobs)
+    assert result.returncode == 1 and ", in validate\n" in result.stderr
+    assert "FileNotFoundError: " in result.stderr
+
+
+def test_interrupted_weights_are_not_next_to_the_knobs_of_an_older_run(
+    tmp_path, knobs, monkeypatch
+):
+    finished(run_here(tmp_path, {**knobs, "ITERATIONS": "1", "MODEL_DIM": "64"}))
+    monkeypatch.setattr(train_gpt, "export", lambda *arguments: 1 / 0)
+    assert run_here(tmp_path, {**knobs, "ITERATIONS": "1"}).returncode == 1
+    assert json.loads((tmp_path / RESULT).read_text())["knobs"]["model_dim"] == 32
+
+
 @pytest.mark.parametrize("broken", ["validate", "export", "load_weights"])
 def test_the_weights_are_on_the_disk_before_anything_can_fail(tmp_path, knobs, monkeypatch, broken):
     def fail(*arguments):
@@ -238,7 +258,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path, knobs, monkeypatc
 
     monkeypatch.setattr(train_gpt, "train_step", train_step)
     result = run_here(tmp_path, knobs)
-    failed(result, f"step:4/6 train_loss is {value}: set lower learning rates")
+    failed(result, f"train_loss is {value}: set lower learning rates")
     assert result.stdout.splitlines()[-1].startswith(f"step:4/6 train_loss:{value} ")
 
 
@@ -257,11 +277,12 @@ def test_a_loss_that_is_not_finite_at_the_cap_is_exported(tmp_path, knobs, monke
 
 
 def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knobs, monkeypatch):
-    def export(gpt, *arguments, export=train_gpt.export):
-        gpt.tok_emb.weight.data.fill_(torch.nan)
-        return export(gpt, *arguments)
+    def final_weights(state, final_weights=train_gpt.final_weights):
+        weights = final_weights(state)
+        weights["tok_emb.weight"].fill_(torch.nan)
+        return weights
 
-    monkeypatch.setattr(train_gpt, "export", export)
+    monkeypatch.setattr(train_gpt, "final_weights", final_weights)
     result = run_here(tmp_path, {**knobs, "ITERATIONS": "1"})
     assert (result.returncode, result.stderr) == (1, "")
     assert result.stdout.splitlines()[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:nan")
@@ -277,9 +298,7 @@ def test_after_the_end_of_a_pipe_a_run_goes_on_and_succeeds(single):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"EVAL_ONLY": "none.pt"}, ["InputError: EVAL_ONLY='none.pt' is not a file"]),
         ({"RESUME": "none.pt"}, ["InputError: RESUME='none.pt' is not a file"]),
-        ({"EVAL_ONLY": "../bad.pt"}, ["InputError: ../bad.pt is damaged"]),
         ({"RESUME": "../bad.pt"}, ["InputError: ../bad.pt is damaged"]),
         ({"OUTPUT_DIR": "../bad.pt"}, ["InputError: OUTPUT_DIR='../bad.pt' cannot be written"]),
         ({"DATA_PATH": "nowhere"}, ["DATA_PATH", "nowhere", "cached_challenge", "PRESET=demo"]),
@@ -303,8 +322,6 @@ def test_the_demo_builds_its_data_once_and_runs(tmp_path, monkeypatch):
     assert any(line.startswith("device:cpu dtype:torch.float32 compile:False") for line in lines)
     shards = list((tmp_path / "data" / "datasets" / "demo_sp1024").glob("*.bin"))
     times = [path.stat().st_mtime_ns for path in shards]
-    bpb, lzma = scores(lines[-1])[1], re.search(r"lzma_bpb:(\S+)", "\n".join(lines))[1]
-    assert f"demo: {bpb:.4f} bits per byte, the best lzma {lzma}" == lines[-3]
     monkeypatch.chdir(tmp_path)
     hp = Hyperparameters.from_env({"PRESET": "demo"})
     runtime = replace(ALONE, log=Lines())
@@ -313,10 +330,7 @@ def test_the_demo_builds_its_data_once_and_runs(tmp_path, monkeypatch):
     assert [path.stat().st_mtime_ns for path in shards] == times and len(times) == 2
 
 
-@pytest.mark.parametrize("preset", [{}, {"PRESET": "demo"}])
-@pytest.mark.parametrize("knob", ["EVAL_ONLY", "RESUME"])
-def test_the_demo_keeps_the_data_of_a_saved_run(tmp_path, dataset, tokenizer, knob, preset):
-    """With PRESET=demo on a player's own text, the file's knobs have the paths, again or not."""
+def test_the_demo_keeps_a_players_own_data(tmp_path, dataset, tokenizer):
     data, model = tmp_path / "mine", tmp_path / "mine.model"
     shutil.copytree(dataset, data)
     shutil.copy(tokenizer, model)
@@ -324,10 +338,7 @@ def test_the_demo_keeps_the_data_of_a_saved_run(tmp_path, dataset, tokenizer, kn
     environ = {"PRESET": "demo", "DEVICE": "cpu", "VOCAB_SIZE": "384", "DATA_PATH": str(data)}
     environ |= {"TOKENIZER_PATH": str(model), "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256"}
     environ |= {"ITERATIONS": "1", "VAL_LOSS_EVERY": "0", "CHECKPOINT_EVERY": "1", "RUN_ID": "test"}
-    lines = finished(run_here(tmp_path, environ))
-    file = ARTIFACT if knob == "EVAL_ONLY" else "checkpoints/test.pt"
-    again = finished(run_here(tmp_path, {knob: str(tmp_path / file), "RUN_ID": "again"} | preset))
-    assert scores(again[-1]) == scores(lines[-1])
+    finished(run_here(tmp_path, environ))
     assert {path: path.read_bytes() for path in (*data.iterdir(), model)} == before
 
 

@@ -1,4 +1,4 @@
-"""Each patch in tests/recipes applies and trains. Two ranks, a resume and EVAL_ONLY of the artifact
+"""Each patch in tests/recipes applies and trains. Two ranks, a resume and score.py on the artifact
 are tested for a stack of five and, with `-m recipes`, for each recipe and the best stack."""
 
 import functools
@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import conftest
 import pytest
+import score
 import torch
 from conftest import (
     ROOT,
@@ -45,10 +46,10 @@ EXCLUSIVE = [
     ("ema", "swa"),
     ("value_residual", "depth_recurrence"),
     ("value_residual", "parallel_residuals"),
-    ("value_residual", "skip_gates"),
 ]
 # Knobs with which a recipe acts within six steps.
 KNOBS = {
+    "document_mask": {"WHOLE_DOCUMENTS": "1"},
     "fp16": {"DTYPE": "fp16"},
     "gptq": {"GPTQ_BATCHES": "2"},
     "lora_ttt": {"LORA_CHUNK": "8", "LORA_DOCUMENTS": "2"},
@@ -167,8 +168,8 @@ def test_a_recipe_in_full(tmp_path, quantized_knobs, names, monkeypatch):
         assert run_here(rest, environ, module).returncode == 143
     finished(run_here(rest, {**environ, "RESUME": "auto"}, module))
     assert same_models(whole, rest)
-    artifact = str(whole / "final_model.int8.ptz")
-    scored = finished(run_here(whole, {**environ, "EVAL_ONLY": artifact}, module))
+    arguments = [str(whole / "final_model.int8.ptz"), "--script", str(script)]
+    scored = finished(run_here(whole, environ, score, arguments))
     assert scores(scored[-1]) == scores(lines[-1])
     first, second = run_ranks(ranks, environ, 2, [script])
     two = finished(first)
@@ -339,7 +340,8 @@ def test_gptq_rounds_q_k_and_v_in_one_call(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "gather_hessians", lambda *args: hessians)
     obj = {"quantized": dict.fromkeys(names), "scales": scales}
     runtime = module.Runtime(0, 1, torch.device("cpu"), torch.float32, False, log=conftest.Lines())
-    module.round_by_gptq(None, weights, obj, runtime)
+    gpt = SimpleNamespace(hp=module.Hyperparameters())
+    module.round_by_gptq(gpt, weights, obj, runtime)
     assert shapes == [(128, 64), (64, 64)]
     assert all(torch.equal(obj["quantized"][name], wanted[name]) for name in names)
     assert "WARNING" not in runtime.log.text
@@ -354,7 +356,7 @@ def test_gptq_calibrates_alike_on_any_number_of_ranks(tmp_path, knobs, monkeypat
         hp = module.Hyperparameters.from_env({**knobs, "GPTQ_BATCHES": num_slots})
         place = (0, world_size, torch.device("cpu"), torch.float32, False)
         state = module.new_state(hp, module.Runtime(*place, log=conftest.Lines()))
-        files.append(module.export(state.gpt, hp, state.runtime))
+        files.append(module.export(state.gpt, hp, state.runtime)[0])
     assert files[1] == files[2]
     plain, gptq = (module.deserialize(file, "")["quantized"] for file in files[:2])
     same = {name.split(".", 2)[-1] for name in gptq if torch.equal(gptq[name], plain[name])}
@@ -396,7 +398,7 @@ def test_the_quantizers_knobs_reach_the_artifact(tmp_path, monkeypatch):
         gpt = module.GPT(hp, torch.float32)
         for param in gpt.parameters():
             torch.nn.init.normal_(param)
-        obj = module.deserialize(module.export(gpt, hp, runtime), "")
+        obj = module.deserialize(module.export(gpt, hp, runtime)[0], "")
         names = ("tok_emb.weight", "blocks.0.attn.c_q.weight", "blocks.0.mlp.fc.weight")
         deviations = (gpt.state_dict()[name].std(dim=1, correction=0) for name in names)
         steps = [
@@ -448,26 +450,37 @@ def test_attention_gate_starts_at_half_its_maximum(tmp_path, gates, monkeypatch)
     assert attn(x, cos, sin)[..., 8:].unique().item() == start
 
 
+@pytest.mark.parametrize("name", ["smear_gate", "document_mask"])
+def test_a_recipe_that_needs_bos_1_says_so(tmp_path, knobs, name, monkeypatch):
+    module = load(patch_script(tmp_path, [name]), monkeypatch)
+    tokenizer = tmp_path / "other.model"
+    tokenizer.write_bytes(conftest.train_tokenizer(bos_id=2, eos_id=1))
+    hp = module.Hyperparameters.from_env({**knobs, "TOKENIZER_PATH": str(tokenizer)})
+    with pytest.raises(module.InputError, match=f"BOS is not 1.*{name}"):
+        module.Validation(hp)
+
+
 def test_the_gated_smear_starts_without_effect(tmp_path, monkeypatch):
+    """And adds to the embedding before its norm."""
     module = load(patch_script(tmp_path, ["smear_gate"]), monkeypatch)
     knobs = {"MODEL_DIM": "64", "NUM_LAYERS": "1", "SMEAR_CHANNELS": "12"}
     gpt = module.GPT(module.Hyperparameters.from_env(knobs), torch.float32)
     gpt.blocks = torch.nn.ModuleList()
     gpt.tok_emb.weight.data.normal_()
-    seen = []
-    monkeypatch.setattr(gpt, "output", lambda x: seen.append(x) or x)
-    monkeypatch.setattr(module, "rms_norm", lambda x: x)
+    normed = []
+    monkeypatch.setattr(module, "rms_norm", lambda x: normed.append(x[0]) or x)
     ids = torch.tensor([[1, 5, 6, 1, 7]])
     x = gpt.tok_emb(ids)[0]
     gpt.logits(ids)
-    assert torch.equal(seen[0], x)
+    assert torch.equal(normed[0], x)
     weights = torch.randn(13)
     gpt.smear_gate.data = weights
     gpt.logits(ids)
     wanted = x.clone()
     for t in (1, 2, 4):  # not into a BOS
         wanted[t] += weights[12] * torch.sigmoid(weights[:12] @ x[t, :12]) * x[t - 1]
-    assert torch.allclose(seen[1], wanted, atol=1e-5)
+    assert torch.allclose(normed[2], wanted, atol=1e-5)
+    assert torch.equal(normed[3], normed[2])  # the model's output: nothing is added after the norm
 
 
 def test_two_lanes_read_and_add_as_documented(tmp_path, monkeypatch):
@@ -499,3 +512,22 @@ def test_two_lanes_read_and_add_as_documented(tmp_path, monkeypatch):
     gpt.logits(torch.randint(1024, (2, 8)))
     assert outputs[0].shape == (2, 2, 8, 16)
     assert torch.equal(inputs[0], module.rms_norm(outputs[0].mean(dim=0)).flatten(0, 1))
+
+
+def test_only_the_lane_of_attention_gets_skips(tmp_path, monkeypatch):
+    """From the layers before the lanes: lanes begin in the second half of the layers."""
+    module = load(patch_script(tmp_path, ["skip_gates", "parallel_residuals"]), monkeypatch)
+    knobs = {"MODEL_DIM": "16", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TWO_LANES": "1"}
+    gpt = module.GPT(module.Hyperparameters.from_env({**knobs, "NUM_LAYERS": "4"}), torch.float32)
+    assert [hasattr(block, "lane_scales") for block in gpt.blocks] == [False, False, True, True]
+    assert torch.equal(gpt.blocks[2].lane_scales[0], torch.tensor([1.1, 1.1]))
+    seen = []  # inputs and outputs of the layers
+    for param in gpt.parameters():
+        torch.nn.init.normal_(param)
+    for block in gpt.blocks:
+        block.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
+    gpt.logits(torch.randint(1024, (2, 8)))
+    skip, before, after = seen[0][1], seen[2][1], seen[3][0]
+    gate = torch.sigmoid(gpt.skip_weights_gate[1])
+    wanted = gate * before[0] + (1 - gate) * gpt.skip_weights[1] * skip
+    assert torch.allclose(after[0], wanted, rtol=1e-4) and torch.equal(after[1], before[1])

@@ -1,10 +1,13 @@
 """Devices, ranks that differ or fail, the wallclock cap on several ranks, two nodes."""
 
+import os
 import re
 import shutil
 import sys
+from unittest.mock import patch
 
 import pytest
+import torch
 from conftest import (
     WORKER,
     failed,
@@ -16,7 +19,7 @@ from conftest import (
     write_shard,
 )
 
-from train_gpt import Hyperparameters, InputError, open_device, open_runtime
+from train_gpt import Hyperparameters, InputError, Log, open_device, open_runtime
 
 
 @pytest.mark.parametrize("world_size", ["0", "-1", "4", "12"])
@@ -51,6 +54,45 @@ def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own
     for result in run_ranks(tmp_path, environ, 2, [WORKER, "another_script"], own={1: own}):
         failed(result, words)
         assert result.stdout == ""
+
+
+def test_ranks_with_different_recipes_are_an_error_that_names_the_knob(tmp_path, knobs):
+    """One script has a knob that the other lacks."""
+    for result in run_ranks(tmp_path, knobs, 2, [WORKER, "knob_of_rank_1"]):
+        failed(result, "ranks 0 and 1 differ in ")
+        assert "NEW_KNOB" in result.stderr and "KeyError" not in result.stderr
+
+
+def test_a_loss_that_is_not_finite_at_the_cap_ends_all_ranks_alike(tmp_path, knobs):
+    """Only rank 0's clock is past the cap, and only rank 1's loss is nan."""
+    environ = {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "VAL_LOSS_EVERY": "0"}
+    results = run_ranks(tmp_path, environ, 2, [WORKER, "nan_at_the_cap"])
+    assert [result.returncode for result in results] == [0, 0], results[1].stderr
+    assert "step:4/6 train_loss:nan " in results[0].stdout
+
+
+def test_threads_leave_a_core_to_other_programs(monkeypatch):
+    """Waiting threads spin. OMP_NUM_THREADS overrides it."""
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads, environ in ((4, {}), (1, {}), (4, {"OMP_NUM_THREADS": "4"})):
+            torch.set_num_threads(threads)
+            with patch.dict(os.environ, environ):
+                if not environ:
+                    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+                open_device(Hyperparameters(device="cpu"), 0)
+            found.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert found == [3, 1, 4]
+
+
+def test_the_log_of_other_ranks_stays_small():
+    """Nobody opens it."""
+    log = Log()
+    for i in range(5000):
+        log(f"line {i}")
+    assert len(log.waiting) <= 1000 and log.waiting[-1] == "line 4999"
 
 
 def test_replicas_that_differ_are_a_warning(tmp_path, knobs):

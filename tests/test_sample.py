@@ -14,7 +14,10 @@ EDITED = """
 import torch
 from types import SimpleNamespace
 class Hyperparameters:
-    def from_env(environ): return SimpleNamespace(**torch.load(environ["EVAL_ONLY"])["knobs"])
+    def from_env(environ):
+        T, tokenizer = int(environ["TRAIN_SEQ_LEN"]), environ["TOKENIZER_PATH"]
+        return SimpleNamespace(vocab_size=384, train_seq_len=T, tokenizer_path=tokenizer)
+class InputError(ValueError): pass
 class GPT(torch.nn.Linear):
     def __init__(self, hp, dtype): super().__init__(1, 1)
     def logits(self, ids): return torch.eye(384)[(ids.flatten() + ids.shape[1]) % 384]
@@ -70,9 +73,9 @@ def test_caseops_marks_the_prompt_and_removes_the_marks(tmp_path, capsys):
 def test_an_error_says_what_is_missing(tmp_path, trained):
     copied = shutil.copy(trained[0] / "final_model.pt", tmp_path)
     for arguments, words in (
-        ([copied], "final_model.pt does not fit .*final_result.json next to it"),
+        ([copied], "final_model.pt does not fit: .*final_result.json next to it"),
         ([trained[0] / "final_model.pt", "--tokenizer=none"], "none.* set --tokenizer"),
-        ([trained[0] / "final_result.json"], "final_result.json does not fit"),
+        ([trained[0] / "final_result.json"], "final_result.json is damaged or not a model"),
     ):
         with pytest.raises(SystemExit, match=words):
             sample.main(list(map(str, arguments)))

@@ -1,6 +1,7 @@
 """Signals: during the training they end the run after the current step, with a checkpoint; before
 and after it, at once. (Signals to one of several ranks, and to torchrun: test_checkpoints.py.)"""
 
+import json
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ import time
 import pytest
 import torch
 from conftest import (
+    ALONE,
     WORKER,
     finished,
     launch_command,
@@ -18,6 +20,7 @@ from conftest import (
 )
 
 import train_gpt
+from train_gpt import Hyperparameters
 
 ADVICE = "rerun this command with RESUME=auto RUN_ID=test"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -68,11 +71,32 @@ def test_a_signal_during_a_validation_is_obeyed_after_the_next_step(tmp_path, kn
     assert torch.load(tmp_path / "checkpoints" / "test.pt", weights_only=True)["step"] == 1
 
 
-def test_a_signal_while_final_model_is_written_ends_the_run_when_it_is_whole(tmp_path, knobs):
+def test_a_signal_while_final_model_is_written_ends_the_run_when_all_is_written(tmp_path, knobs):
     (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, [WORKER, "signal_in_write"])
     assert result.returncode == -signal.SIGTERM
-    assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_model.pt"}
+    files = {"final_model.pt", "final_model.int8.ptz", "final_result.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", *files}
     assert torch.load(tmp_path / "final_model.pt", weights_only=True)
+
+
+def test_a_signal_in_the_last_validation_leaves_weights_and_artifact(tmp_path, knobs):
+    """They are written before. The result has the knobs, not the scores."""
+    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, [WORKER, "signal_in_evaluate"])
+    assert result.returncode == -signal.SIGTERM
+    files = {"final_model.pt", "final_model.int8.ptz", "final_result.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", *files}
+    assert json.loads((tmp_path / "final_result.json").read_text()).keys() == {"knobs"}
+    state = train_gpt.new_state(Hyperparameters.from_env({**knobs, **QUICK}), ALONE)
+    train_gpt.load_weights(state.gpt, (tmp_path / "final_model.int8.ptz").read_bytes(), "it")
+
+
+def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, monkeypatch):
+    def warm_up(state):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train_gpt, "warm_up", warm_up)
+    result = run_here(tmp_path, knobs)
+    assert (result.returncode, result.stderr) == (130, "")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """A step on 1, 2, 4 and 8 ranks: real gloo processes against one large batch in this process."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import rank_worker
 import torch
-from conftest import ALONE, run_ranks
+from conftest import ALONE, SCRIPT, finished, run_ranks
 from rank_worker import keep_gradients, validation_losses
+from trained import load_script
 
 from train_gpt import DistributedTokenLoader, Hyperparameters, new_state, train_step
 
@@ -97,3 +100,46 @@ def test_the_norm_of_all_gradients_is_clipped_after_accumulation(hp, limit):
     )
     expected = limit if 0 < limit < whole else whole
     assert found == pytest.approx(expected, rel=1e-2)
+
+
+# ---- noise ---------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def dropout_script(tmp_path_factory) -> Path:
+    """The script with dropout in each block."""
+    script = tmp_path_factory.mktemp("dropout") / "train_gpt.py"
+    dropout = "self.mlp(F.dropout(rms_norm(x), 0.3, self.training))"
+    source = SCRIPT.read_text()
+    assert source.count("self.mlp(rms_norm(x))") == 1
+    script.write_text(source.replace("self.mlp(rms_norm(x))", dropout))
+    return script
+
+
+def test_dropout_is_the_same_on_any_number_of_ranks(tmp_path, knobs, dropout_script):
+    """Noise, like tokens, belongs to a slot. Other seeds and steps draw other noise."""
+
+    def losses(ranks: int, **changes: str) -> list[float]:
+        environ = {**knobs, "VAL_LOSS_EVERY": "0", "MATRIX_LR": "0", "SCALAR_LR": "0"} | changes
+        environ |= {"TIED_EMBED_LR": "0"}  # each step has the same weights
+        folder = tmp_path / "_".join([str(ranks), *changes])
+        log = finished(run_ranks(folder, environ, ranks, [dropout_script])[0])
+        return [float(loss) for loss in re.findall(r"train_loss:(\S+)", "\n".join(log))]
+
+    alone = losses(1)
+    assert losses(2) == losses(4) == alone
+    assert losses(1, SEED="2") != alone
+
+
+def test_dropout_is_the_same_after_a_resume(hp, dropout_script):
+    script = load_script(dropout_script)
+    whole, resumed = (script.new_state(hp, ALONE) for _ in range(2))
+    for step in range(4):
+        whole.step = step
+        if step == 2:
+            saved = whole.state_dict()
+        script.train_step(whole)
+    torch.manual_seed(0)
+    resumed.load_state_dict(saved)
+    for step in (2, 3):
+        resumed.step = step
+        script.train_step(resumed)
+    assert_close(resumed.gpt.state_dict(), whole.gpt.state_dict(), 0.0)

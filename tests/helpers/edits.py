@@ -19,7 +19,7 @@ BEFORE_INIT = "        self.init_weights()\n\n"
 LAST_NORM = "        logits = self.output(rms_norm(x).flatten(0, 1))\n"
 OUTPUT = '        """The output layer, tied or not: (n, D) -> (n, V)."""\n'
 GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
-LOOKUP = "        x = rms_norm(self.tok_emb(input_ids).to(self.dtype))  # (B, T, D)\n"
+NORM = "        x = x0 = rms_norm(x)\n"
 ROTATED = """\
         q = apply_rotary(rms_norm(q), cos, sin)
         k = apply_rotary(rms_norm(k), cos, sin)
@@ -71,10 +71,10 @@ EDITS = {
     "bigram": [
         (BEFORE_INIT, f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}"),
         (
-            LOOKUP,
+            NORM,
             "        previous = F.pad(input_ids[:, :-1], (1, 0))\n"
             "        pairs = F.embedding((31 * previous + input_ids) % 512, self.bigram)\n"
-            "        x = rms_norm((self.tok_emb(input_ids) + pairs).to(self.dtype))\n",
+            f"        x = x + pairs.to(x.dtype)\n{NORM}",
         ),
         (GROUPS, f'{GROUPS}OPTIMIZER_GROUPS |= {{"bigram": "embed"}}\n'),
     ],
@@ -92,8 +92,9 @@ EDITS = {
             + BEFORE_INIT,
         ),
         (
+            NORM,
+            "        x = rms_norm(x) + self.positions[: input_ids.size(1)].to(x.dtype)\n"
             "        x0 = x\n",
-            "        x = x + self.positions[: input_ids.size(1)].to(x.dtype)\n        x0 = x\n",
         ),
         (ROTATED, "        q, k = rms_norm(q), rms_norm(k)\n"),
         (GROUPS, f'{GROUPS}OPTIMIZER_GROUPS |= {{"positions": "embed"}}\n'),

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,26 @@ def another_script() -> None:
     train_gpt.__file__ = os.environ.get("SCRIPT", train_gpt.__file__)
 
 
+def knob_of_rank_1() -> None:
+    """The script of rank 1 has another knob."""
+    if os.environ["RANK"] == "1":
+        kinds = {"__annotations__": {"new_knob": int}, "new_knob": 3}
+        edited = dataclass(frozen=True)(type("Edited", (train_gpt.Hyperparameters,), kinds))
+        train_gpt.Hyperparameters = edited
+
+
+def nan_at_the_cap() -> None:
+    """In step 4 rank 1's loss is nan, and rank 0's clock passes the cap."""
+
+    def train_step(state, train_step=train_gpt.train_step):
+        loss = train_step(state)
+        if state.step == 3 and state.runtime.rank == 0:
+            state.stopwatch.before_ms += 10**6
+        return loss + torch.nan if state.step == 3 and state.runtime.rank == 1 else loss
+
+    train_gpt.train_step = train_step
+
+
 def differing_replicas() -> None:
     """After the training a weight of rank 1 differs from rank 0's."""
 
@@ -125,6 +146,16 @@ def signal_in_write() -> None:
     train_gpt.write_file = write_file
 
 
+def signal_in_evaluate() -> None:
+    """SIGTERM comes in the last validation."""
+
+    def evaluate(*arguments, evaluate=train_gpt.evaluate):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments)
+
+    train_gpt.evaluate = evaluate
+
+
 def ignore_sighup() -> None:
     """As nohup does."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -146,8 +177,6 @@ def wait_for_closing() -> None:
 
 
 if __name__ == "__main__":
-    # Dropout, which a player may add, would make every run another one.
-    torch.nn.functional.dropout = lambda x, *args, **settings: x
     for change in sys.argv[1:]:
         globals()[change]()
     del sys.argv[1:]

@@ -6,29 +6,26 @@ Builds the model of this script and these knobs, fills it with Gaussian values, 
 packs the script as `pack.py --minify` does. Exit code 0: it fits. 1: it does not."""
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
 
 import pack
 import torch
+from trained import load_script
 
 
 @torch.no_grad()
 def forecast(path: Path, code: bytes, std: float) -> tuple[int, int, int]:
     """Return the number of parameters, the artifact's bytes and the limit. code: packed script."""
-    spec = importlib.util.spec_from_file_location("forecast_script", path)
-    script = sys.modules["forecast_script"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    # The recipe gptq has nothing to calibrate with.
-    hp = script.Hyperparameters.from_env({**os.environ, "GPTQ_BATCHES": "0"})
+    script = load_script(path)
+    hp = script.Hyperparameters.from_env({**os.environ, "DATA_PATH": "none"})
     torch.manual_seed(hp.seed)
     gpt = script.GPT(hp, torch.bfloat16)
     for param in gpt.parameters():
         param.normal_(std=std)
     runtime = script.Runtime(0, 1, torch.device("cpu"), torch.bfloat16, False, code)
-    artifact = script.export(gpt, hp, runtime)
+    artifact, _ = script.export(gpt, hp, runtime)
     return sum(param.numel() for param in gpt.parameters()), len(artifact), script.SIZE_LIMIT
 
 

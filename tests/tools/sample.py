@@ -5,31 +5,28 @@
 All but a checkpoint need the final_result.json of their run in the same folder, for its knobs."""
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from sentencepiece import SentencePieceProcessor
+from trained import SCRIPT, load_script, saved_knobs
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
 
 import caseops  # noqa: E402
 
 
-def load_model(script_path: Path, path: Path) -> tuple[Any, torch.nn.Module]:
+def load_model(script: ModuleType, path: Path) -> tuple[Any, torch.nn.Module]:
     """Return the knobs and the model in fp32, both as the run's script defines them."""
-    spec = importlib.util.spec_from_file_location("train_script", script_path)
-    script = sys.modules["train_script"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     try:
-        hp = script.Hyperparameters.from_env({"EVAL_ONLY": str(path)})  # with the knobs of its run
+        hp = script.Hyperparameters.from_env(saved_knobs(path))
         gpt = script.GPT(hp, torch.float32)
         script.load_weights(gpt, path.read_bytes(), str(path))
-    except Exception as error:  # of any kind: the script may have its own codec
-        reason = " ".join(str(error).split())[:300]
-        sys.exit(f"{path} does not fit {script_path} (see --script), or is damaged: {reason}")
+    except script.InputError as error:
+        sys.exit(f"{error} (--script names another script)")
     return hp, gpt.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -47,14 +44,13 @@ def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: argparse.
 
 
 def main(arguments: list[str] | None = None) -> None:
-    own_script = Path(__file__).resolve().parents[2] / "train_gpt.py"
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("model", type=Path, help="artifact, final_model.pt or checkpoint")
     parser.add_argument("prompt", nargs="?", default="", help="default: a new document")
     parser.add_argument("--tokens", type=int, default=100, help="default: 100")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another text")
-    parser.add_argument("--script", type=Path, default=own_script, help="trained the model")
+    parser.add_argument("--script", type=Path, default=SCRIPT, help="trained the model")
     parser.add_argument("--tokenizer", help="default: TOKENIZER_PATH of the run")
     args = parser.parse_args(arguments)
     if args.temperature < 0 or args.tokens < 1:
@@ -62,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     for path in (args.model, args.script):
         if not path.is_file():
             sys.exit(f"{str(path)!r} is not a file: name the model first, then the prompt")
-    hp, gpt = load_model(args.script, args.model)
+    hp, gpt = load_model(load_script(args.script), args.model)
     try:
         tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)
     except (OSError, RuntimeError) as error:

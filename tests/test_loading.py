@@ -1,0 +1,236 @@
+"""Model files: scoring them (score.py), and damaged, foreign and hostile ones, which are one error
+that names the file and never run code. (Shards: test_data.py. Resuming: test_checkpoints.py.)"""
+
+import io
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import score
+import torch
+from conftest import ALONE, SCRIPT, failed, run_here, run_ranks, scores
+
+import train_gpt
+from train_gpt import (
+    Hyperparameters,
+    InputError,
+    TrainingState,
+    load_checkpoint,
+    load_weights,
+    new_state,
+)
+
+ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpoints/test.pt"
+RESULT = "final_result.json"
+
+
+@pytest.fixture(scope="module")
+def state(quantized_knobs) -> TrainingState:
+    """State of a run with the knobs of the files."""
+    return new_state(Hyperparameters.from_env(quantized_knobs), ALONE)
+
+
+def resume(state: TrainingState, path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    load_checkpoint(replace(state, hp=replace(state.hp, resume=str(path))))
+
+
+def load_model(state: TrainingState, path: Path, data: bytes) -> None:
+    load_weights(state.gpt, data, str(path))
+
+
+PLAIN = [(load_model, MODEL), (load_model, CHECKPOINT), (resume, CHECKPOINT)]
+ALL = [*PLAIN, (load_model, ARTIFACT)]
+
+
+# ---- damaged and foreign files -------------------------------------------------------------------
+@pytest.mark.parametrize("load, name", ALL)
+def test_a_flipped_byte_is_refused_or_changes_no_weight(trained, tmp_path, state, load, name):
+    """Mostly near an end of the file, where its structure is. Some bytes, such as padding, have no
+    meaning."""
+    data, path = (trained[0] / name).read_bytes(), tmp_path / "file"
+    chance = random.Random(0)
+    load(state, path, data)
+    wanted = {key: tensor.clone() for key, tensor in state.gpt.state_dict().items()}
+    refused = 0
+    for _ in range(80):
+        place = chance.choice([range(len(data)), range(100), range(-100, 0)])
+        changed, i = bytearray(data), chance.choice(place)
+        changed[i] ^= chance.randrange(1, 256)
+        try:
+            load(state, path, bytes(changed))
+        except InputError as error:
+            assert str(path) in str(error)
+            refused += 1
+            continue
+        for key, tensor in state.gpt.state_dict().items():
+            assert torch.equal(tensor, wanted[key]), f"byte {i} of {len(data)} changed {key}"
+    assert refused > 20, refused
+
+
+@pytest.mark.parametrize("load, name", ALL)
+def test_a_byte_of_the_weights_is_never_changed_in_silence(trained, tmp_path, state, load, name):
+    data = (trained[0] / name).read_bytes()
+    for i in random.Random(0).sample(range(len(data) // 4, len(data) // 2), 10):
+        changed = bytearray(data)
+        changed[i] ^= 1
+        with pytest.raises(InputError, match="file'? is damaged"):
+            load(state, tmp_path / "file", bytes(changed))
+
+
+@pytest.mark.parametrize("load, name", ALL)
+def test_a_file_cut_short_is_refused(trained, tmp_path, state, load, name):
+    data = (trained[0] / name).read_bytes()
+    for length in (0, 1, 100, len(data) // 2, len(data) - 100, len(data) - 1):
+        with pytest.raises(InputError, match="file'? is damaged"):
+            load(state, tmp_path / "file", data[:length])
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("marker",)
+
+
+@pytest.mark.parametrize("load", [load_model, resume])
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("wrap", [train_gpt.compress, bytes])
+def test_no_code_is_run_from_a_file(tmp_path, monkeypatch, state, load, is_zip, wrap):
+    """Whatever the file is wrapped in."""
+    monkeypatch.chdir(tmp_path)
+    file = io.BytesIO()
+    torch.save({"model": Hostile()}, file, _use_new_zipfile_serialization=is_zip)
+    for data in (file.getvalue(), pickle.dumps(Hostile())):
+        with pytest.raises(InputError, match="hostile.pt'? is damaged") as caught:
+            load(state, tmp_path / "hostile.pt", wrap(data))
+        assert "weights_only" not in str(caught.value)  # torch advises to run the code
+        assert not Path("marker").exists()
+    pickle.loads(pickle.dumps(Hostile()))
+    assert Path("marker").exists()  # it would have worked
+
+
+@pytest.mark.parametrize("load, name", [*PLAIN, (load_model, ARTIFACT)])
+def test_weights_of_another_model_are_an_error_that_names_the_file(
+    trained, tmp_path, state, load, name
+):
+    other = new_state(replace(state.hp, num_layers=3, model_dim=64), ALONE)
+    with pytest.raises(InputError, match="file'? does not fit: use the script, recipes and knobs"):
+        load(other, tmp_path / "file", (trained[0] / name).read_bytes())
+
+
+@pytest.mark.parametrize("name", [ARTIFACT, MODEL])
+def test_what_is_not_a_checkpoint_cannot_be_resumed(trained, tmp_path, state, name):
+    with pytest.raises(InputError, match="file"):
+        resume(state, tmp_path / "file", (trained[0] / name).read_bytes())
+
+
+def test_a_codec_that_fails_is_shown_with_the_type_of_its_error(tmp_path, state, monkeypatch):
+    """The file may be damaged, or the player's codec may have a bug."""
+    monkeypatch.setattr(train_gpt, "decompress", lambda data: lzma.decompress(data))  # noqa: F821
+    with pytest.raises(InputError, match="is damaged or not a model file: NameError: .*'lzma'"):
+        load_model(state, tmp_path / "file", b"compressed")
+
+
+# ---- score.py ------------------------------------------------------------------------------------
+@pytest.fixture
+def score_knobs(tmp_path, quantized_knobs) -> dict[str, str]:
+    """Knobs with a validation split, but no training shards."""
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(Path(quantized_knobs["DATA_PATH"]) / "fineweb_val_000000.bin", data)
+    return {"DATA_PATH": str(data), "DEVICE": "cpu"}
+
+
+def score_file(folder: Path, knobs: dict, path: Path, ranks: int = 0, code: int = 0) -> list[str]:
+    """Run score.py, which must exit with this code. Returns its log."""
+    if ranks:
+        result = run_ranks(folder, knobs, ranks, [score.__file__, path])[0]
+    else:
+        result = run_here(folder, knobs, score, [str(path)])
+    assert result.returncode == code, result.stderr
+    assert f"score:{path}" in result.stdout.splitlines()
+    return result.stdout.splitlines()
+
+
+def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path, score_knobs):
+    """With the knobs of its run, which are next to it."""
+    lines = score_file(tmp_path, score_knobs, trained[0] / ARTIFACT)
+    assert lines[-1] == trained[1][-1]
+    assert lines[-2].startswith("final_int8_zlib_roundtrip val_loss:")
+    assert not any(line.startswith(("step:", "warmup_step:", "WARNING")) for line in lines)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "logs"]
+
+
+@pytest.mark.parametrize("name", [ARTIFACT, CHECKPOINT])
+def test_the_environment_overrides_the_knobs_of_the_run(
+    trained, tmp_path, score_knobs, quantized_knobs, name
+):
+    lines = score_file(tmp_path, {**score_knobs, "EVAL_STRIDE": "16"}, trained[0] / name)
+    (knobs,) = (line.split(":", 1)[1] for line in lines if line.startswith("knobs:"))
+    taken = {f"{knob}={quantized_knobs[knob]}" for knob in ("MODEL_DIM", "VOCAB_SIZE")}
+    assert {*taken, "EVAL_STRIDE=16", f"DATA_PATH={score_knobs['DATA_PATH']}"} < {*knobs.split()}
+    assert lines[-2].endswith(" stride:16")
+
+
+@pytest.mark.parametrize("name, ranks", [(MODEL, 0), (CHECKPOINT, 0), (CHECKPOINT, 2)])
+def test_unquantized_weights_have_another_line(trained, tmp_path, score_knobs, name, ranks):
+    lines = score_file(tmp_path, score_knobs, trained[0] / name, ranks)
+    assert "final_int8" not in "".join(lines)
+    assert re.fullmatch(r"score_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}", lines[-1])
+    (end,) = (line for line in trained[1] if line.startswith("step:6/6 val_loss:"))
+    assert scores(lines[-1]) == pytest.approx(scores(end), abs=6e-5)
+    assert scores(lines[-1]) != pytest.approx(scores(trained[1][-1]), abs=2e-6)
+
+
+def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, score_knobs):
+    weights = torch.load(trained[0] / MODEL, weights_only=True)
+    weights["tok_emb.weight"].fill_(torch.nan)
+    torch.save(weights, tmp_path / "nan.pt")
+    shutil.copy(trained[0] / RESULT, tmp_path)
+    lines = score_file(tmp_path, score_knobs, tmp_path / "nan.pt", code=1)
+    assert lines[-1].startswith("score_exact val_loss:nan ")
+
+
+def test_a_knob_that_the_script_lacks_is_a_warning(trained, tmp_path, score_knobs):
+    """The run had a recipe, the script that scores has not: the score may be another."""
+    saved = json.loads((trained[0] / RESULT).read_text())
+    saved["knobs"]["ema_decay"] = 0.5
+    (tmp_path / RESULT).write_text(json.dumps(saved))
+    lines = score_file(tmp_path, score_knobs, Path(shutil.copy(trained[0] / ARTIFACT, tmp_path)))
+    (warning,) = [line for line in lines if line.startswith("WARNING")]
+    assert " EMA_DECAY=0.5: apply its recipes" in warning
+
+
+def test_what_cannot_be_scored_is_one_error(trained, tmp_path, score_knobs, tokenizer):
+    """An edited script may be named."""
+    edited = tmp_path / "edited.py"
+    edited.write_text(SCRIPT.read_text().replace("val_bpb:{self", "val_bits:{self"))
+    shutil.copy(trained[0] / ARTIFACT, tmp_path)
+    environ = {**score_knobs, "VOCAB_SIZE": "384", "TOKENIZER_PATH": str(tokenizer)}
+    environ |= {"TRAIN_SEQ_LEN": "32", "VAL_BATCH_SIZE": "512", "TRAIN_BATCH_TOKENS": "512"}
+    result = run_here(tmp_path, environ, score, [str(tmp_path / ARTIFACT)])
+    failed(result, f"{RESULT} have no knobs", f"{ARTIFACT} does not fit")
+    (tmp_path / RESULT).write_text("{")
+    result = run_here(tmp_path, score_knobs, score, [str(tmp_path / ARTIFACT)])
+    failed(result, f"{RESULT} is damaged")
+    result = run_here(tmp_path, score_knobs, score, [str(tmp_path / "none.pt")])
+    assert result.returncode == 2 and "none.pt' is not a file" in result.stderr
+    arguments = [str(trained[0] / ARTIFACT), "--script", str(edited)]
+    assert "val_bits:" in run_here(tmp_path, score_knobs, score, arguments).stdout
+
+
+def test_a_bug_in_dequantize_keeps_its_traceback(trained, tmp_path, score_knobs):
+    """The file is not damaged."""
+    edited = tmp_path / "edited.py"
+    edited.write_text(SCRIPT.read_text().replace('obj["passthrough"].items()', 'obj["x"].items()'))
+    arguments = [str(trained[0] / ARTIFACT), "--script", str(edited)]
+    result = run_here(tmp_path, score_knobs, score, arguments)
+    assert result.returncode == 1 and result.stderr.endswith("KeyError: 'x'\n")
+    assert 'obj["x"].items()' in result.stderr

@@ -1,0 +1,59 @@
+"""Score a trained model: an artifact, a final_model.pt or a checkpoint.
+
+    python tests/tools/score.py final_model.int8.ptz
+    EVAL_STRIDE=64 torchrun --standalone --nproc_per_node=8 tests/tools/score.py final_model.pt
+
+Knobs come from the environment, else from the run that wrote the file: from the checkpoint, or from
+final_result.json in the same folder. The log goes to logs/, too. The last line has the score."""
+
+import argparse
+import math
+import os
+import time
+from pathlib import Path
+from types import ModuleType
+
+from trained import SCRIPT, load_script, saved_knobs, unknown_knobs
+
+
+def score(script: ModuleType, path: Path) -> int:
+    """Score the model of this file as the script does after training. Returns the exit code."""
+    knobs = saved_knobs(path)
+    hp = script.Hyperparameters.from_env({**knobs, **os.environ})
+    runtime = script.open_runtime(hp)
+    script.compare_ranks(hp, runtime)
+    validation = script.Validation(hp)
+    gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
+    data = runtime.broadcast(path.read_bytes() if runtime.rank == 0 else b"")
+    script.load_weights(gpt, data, str(path))
+    script.log_settings(gpt, validation, runtime)
+    runtime.log(f"score:{path}")
+    if unknown := unknown_knobs(script, knobs):
+        runtime.log(f"WARNING: the script lacks the run's knobs {unknown}: apply its recipes")
+    if runtime.rank == 0:
+        runtime.log.open(hp, runtime.source)
+    started = time.perf_counter()
+    loss = script.final_loss(script.wrap(gpt, runtime), validation, runtime)
+    eval_time = f"eval_time:{1000 * (time.perf_counter() - started):.0f}ms"
+    stride = f" stride:{hp.eval_stride}" if hp.eval_stride > 0 else ""
+    is_artifact = not data.startswith(b"PK")  # as files of torch.save do
+    name = "final_int8_zlib_roundtrip" if is_artifact else "score"
+    runtime.log(f"{name} {validation.format(loss)} {eval_time}{stride}")
+    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
+    return int(not math.isfinite(loss))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("model", type=Path, help="artifact, final_model.pt or checkpoint")
+    parser.add_argument("--script", type=Path, default=SCRIPT, help="trained the model")
+    args = parser.parse_args(arguments)
+    for path in (args.model, args.script):
+        if not path.is_file():
+            parser.error(f"{str(path)!r} is not a file")
+    script = load_script(args.script)
+    script.leave(lambda: score(script, args.model))
+
+
+if __name__ == "__main__":
+    main()

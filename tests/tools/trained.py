@@ -1,0 +1,54 @@
+"""Shared by the tools: load a script, and read the knobs of the run that wrote a model file."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
+OWN = ("run_id", "output_dir", "resume", "eval_only")  # of a run, not of its model
+
+
+def load_script(path: Path) -> ModuleType:
+    """Import a train_gpt.py, edited or not, from any folder."""
+    spec = importlib.util.spec_from_file_location("trained_script", path)
+    script = sys.modules["trained_script"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def as_text(value: Any) -> str:
+    """The text of an environment variable that gives a knob this value."""
+    if isinstance(value, list | tuple):
+        return ",".join(value)
+    return str(int(value) if isinstance(value, bool) else value)
+
+
+def saved_knobs(path: Path) -> dict[str, str]:
+    """Environment variables of the run that wrote this file. A checkpoint contains them; for other
+    files, they are in final_result.json in the same folder. {} if they are nowhere."""
+    result = path.parent / "final_result.json"
+    try:  # with mmap, the tensors stay on the disk
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        knobs = loaded.get("knobs")
+    except Exception:  # of any type: an artifact, or a damaged file, which load_weights refuses
+        knobs = None
+    if knobs is None and result.is_file():
+        try:
+            knobs = json.loads(result.read_bytes())["knobs"]
+        except (ValueError, KeyError) as error:
+            sys.exit(f"{result} is damaged: {error!r}: delete it, and set the knobs yourself")
+    if knobs is None:
+        print(f"{path} and {result} have no knobs: set those of the run yourself", file=sys.stderr)
+    return {name.upper(): as_text(v) for name, v in (knobs or {}).items() if name not in OWN}
+
+
+def unknown_knobs(script: ModuleType, knobs: dict[str, str]) -> str:
+    """Those that this script does not have, for a warning: the run had recipes or edits."""
+    known = {knob.name.upper() for knob in fields(script.Hyperparameters)}
+    return " ".join(f"{name}={value}" for name, value in knobs.items() if name not in known)
