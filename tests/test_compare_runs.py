@@ -107,6 +107,8 @@ def test_runs_of_one_seed_are_paired(tmp_path, capsys):
     out = compare(capsys, *sides[:5], *reversed(sides[5:]))[1]
     assert "pairs of one seed: 0.0120 nats (0.0070 to 0.0170)" in out
     assert "not shown (p = 0.013); at this spread, 4 pairs show it with 80% probability" in out
+    code, out = compare(capsys, *write_sides(tmp_path, BASELINE, BASELINE), "--by=0")
+    assert code == 1 and "all runs: 0.0000" in out and "pairs" not in out  # all differences are 0
 
 
 def test_the_number_of_runs_shows_it_with_80_percent_probability():
@@ -226,7 +228,13 @@ def test_the_picture_of_two_sides(tmp_path):
     assert [y for _, _, y in drawn(panel, True)] == [BASELINE, CANDIDATE]
     means = [np.mean(BASELINE), np.mean(CANDIDATE)]
     assert [y[0] for _, _, y in drawn(panel, False)] == pytest.approx(means)
-    assert [round(x) for _, places, _ in drawn(panel, True) for x in places] == 4 * [0] + 3 * [1]
+    bars = [x for _, x, _ in drawn(panel, False)]
+    places = [x for _, x, _ in drawn(panel, True)]
+    assert all(
+        left < min(x) and max(x) < right for (left, right), x in zip(bars, places, strict=True)
+    )
+    assert [round(x) for side in places for x in side] == 4 * [0] + 3 * [1]
+    assert not panel.yaxis.get_major_formatter().get_useOffset()
     assert [label.get_text() for label in panel.get_xticklabels()] == ["baseline", "candidate"]
 
 
@@ -276,7 +284,9 @@ def test_the_picture_of_many_runs(tmp_path, count):
     (tmp_path / "score.txt").write_text(LOG.replace("step:", "skip:"))  # has no losses
     (curves,) = draw([*paths, tmp_path / "score.txt"])
     texts = legend(curves)
-    assert len({color for color, _, _ in drawn(curves, False)}) == len(texts) == count
+    colors = [color for color, _, _ in drawn(curves, False)]
+    assert len({*colors}) == len(texts) == count
+    assert (colors[0] == "#1f77b4") == (count <= 10)  # up to ten runs, matplotlib's own colors
     assert texts[0].endswith(f": {1.75 - (count - 1) / 200:.4f}")
     assert texts == sorted(texts, key=lambda text: text.split()[-1])
     box = curves.figure.legends[0].get_window_extent()

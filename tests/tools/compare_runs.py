@@ -5,7 +5,8 @@
 
 A log is logs/RUN_ID.txt, or the printed output of a run, of train_gpt.py or of the reference
 baseline; the run may still be going. Of several starts in one file, the last one counts. The runs
-of a side should differ only by their seed.
+of a side should differ only by their seed. Mean and deviation are those of a side; --baseline
+alone is enough for them.
 
 Exit code 0: shown to be better, or there is nothing to test. 1: not shown. 2: it could not be
 tested, or an argument or a file is wrong. 3: nothing to draw, and no other code applies.
@@ -356,7 +357,7 @@ def split_into_parts(groups: list[Group], by_run: bool) -> list[Part]:
 
 
 def unit_to_draw(runs: list[Run]) -> str:
-    """Losses per token of different tokenizers say nothing in one picture."""
+    """Return bits per byte if the tokenizers differ: their tokens are of different lengths."""
     factors = [run.bpb_per_nat for run in runs if run.bpb_per_nat]
     return "nats" if not factors or max(factors) - min(factors) < 1e-3 else "bits per byte"
 
