@@ -85,11 +85,14 @@ def test_the_picture_shows_the_rows():
     assert all(whole.x0 <= box.x0 and box.x1 <= whole.x1 for box in boxes)
 
 
-def test_the_file_of_the_picture_is_up_to_date(tmp_path):
-    effects.write_picture(ROWS, tmp_path / "a.svg")
+def test_the_page_and_the_picture_are_up_to_date(tmp_path):
+    (tmp_path / "effects.csv").write_bytes((RECIPES / "effects.csv").read_bytes())
+    (tmp_path / "README.md").write_text(read_page().replace(", better", ""), encoding="utf-8")
+    effects.write(tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == read_page(), RUN_IT
     texts, colors = [], []
-    for path in (tmp_path / "a.svg", RECIPES / "effects.svg"):
-        picture = path.read_text(encoding="utf-8")
+    for folder in (tmp_path, RECIPES):
+        picture = (folder / "effects.svg").read_text(encoding="utf-8")
         texts.append(re.findall(r">([^<>]+)</text>", picture))
         colors.append(re.findall(r"stroke: (#\w{6}); stroke-width: 1.5", picture))
     assert texts[0] == texts[1] and colors[0] == colors[1], RUN_IT

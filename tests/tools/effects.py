@@ -23,8 +23,8 @@ STYLE = {
 Row = dict[str, str]  # of effects.csv
 
 
-def read_rows() -> list[Row]:
-    with (RECIPES / "effects.csv").open(encoding="utf-8") as file:
+def read_rows(folder: Path = RECIPES) -> list[Row]:
+    with (folder / "effects.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -90,15 +90,15 @@ def draw(rows: list[Row]) -> "Figure":
     return figure
 
 
-def write_picture(rows: list[Row], picture: Path) -> None:
+def write(folder: Path) -> None:
+    """Write the table and the picture into the folder of effects.csv."""
     from matplotlib import rc_context
 
+    rows, page = read_rows(folder), folder / "README.md"
+    page.write_text(fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
     with rc_context(STYLE):
-        draw(rows).savefig(picture, metadata={"Date": None})
+        draw(rows).savefig(folder / "effects.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    rows = read_rows()
-    page = RECIPES / "README.md"
-    page.write_text(fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    write_picture(rows, RECIPES / "effects.svg")
+    write(RECIPES)
