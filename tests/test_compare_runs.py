@@ -1,5 +1,6 @@
 """compare_runs.py: what it reads in logs, what it concludes, what it draws."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import compare_runs
 import numpy as np
 import pytest
 from conftest import ROOT, finished, run_here, scores
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from scipy import stats
 
 # A script that has lines like those of a log.
@@ -104,6 +107,8 @@ def test_runs_of_one_seed_are_paired(tmp_path, capsys):
     out = compare(capsys, *sides[:5], *reversed(sides[5:]))[1]
     assert "pairs of one seed: 0.0120 nats (0.0070 to 0.0170)" in out
     assert "not shown (p = 0.013); at this spread, 4 pairs show it with 80% probability" in out
+    code, out = compare(capsys, *write_sides(tmp_path, BASELINE, BASELINE), "--by=0")
+    assert code == 1 and "all runs: 0.0000" in out and "pairs" not in out  # all differences are 0
 
 
 def test_the_number_of_runs_shows_it_with_80_percent_probability():
@@ -139,42 +144,192 @@ def test_runs_on_other_tokens_are_compared_in_bits_per_byte(tmp_path, capsys):
 
 
 def test_the_table(tmp_path, capsys):
-    code, out = compare(capsys, *write_sides(tmp_path)[1:5])  # without a side
+    code, out = compare(capsys, *write_sides(tmp_path)[:5])
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
     numbers = ["344.44", "3.514100", "1.757050", "485", "984,749", "1,072,710"]
     assert code == 0 and ["baseline-1", "1", "18", *numbers] in rows
     assert ["n = 4, mean", "344.44", "3.511150", "1.755575", "984,749", "1,072,710"] in rows
+    assert ["standard deviation", "0.00", "0.002585", "0.001293", "0", "0"] in rows
+    code, out = compare(capsys, *write_sides(tmp_path)[1:5])  # any runs: no mean
+    assert code == 0 and "baseline-1" in out and "mean" not in out
 
 
 def test_what_makes_a_comparison_worthless(tmp_path, capsys):
     sides = write_sides(tmp_path)
     assert "warning" not in compare(capsys, *sides)[1]
     path = tmp_path / "odd.txt"
-    path.write_text(LOG.replace("tokens:52608", "tokens:100").replace("seed:42", "seed:2"))
+    path.write_text(
+        LOG.replace("tokens:52608", "tokens:100").replace("seed:42", "seed:2").replace("5.6", "5.7")
+    )
     out = compare(capsys, *sides, path)[1]
     assert "warning: the runs differ in val_tokens: 100, 52608" in out
     assert "warning: candidate: 2 runs have seed 2" in out
+    assert "warning" not in compare(capsys, *sides[1:3], sides[2], sides[6])[1]  # any runs
     path.write_text(LOG.replace("692ms", "692ms stride:64"))
     code, out = compare(capsys, *sides, path)
     assert code == 2 and "not tested: SCORES OF DIFFERENT STRIDES (64, none)" in out
 
 
-def test_a_picture_has_a_line_for_each_run(tmp_path, capsys):
-    """Also for a run that is still going. EVAL_ONLY has no curve."""
-    write_sides(tmp_path)
-    (tmp_path / "half.txt").write_text(HEAD + START + "step:18/20 tr")
-    (tmp_path / "score.txt").write_text(START.partition("step:")[0] + END.partition("bytes\n")[2])
-    thin = r"stroke: #(.*); stroke-width: 0.7"
-    for logs, colors in (
-        ("--baseline baseline-* --candidate candidate-*", 4 * ["e08a2e"] + 3 * ["1f2a6b"]),
-        ("half.txt $PWD/half.txt score.txt", ["1f77b4", "ff7f0e"]),
-    ):
-        command = f"{sys.executable} {ROOT}/tests/tools/compare_runs.py {logs} --picture a.svg"
-        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
-        assert re.findall(thin, (tmp_path / "a.svg").read_text()) == colors
-    for log in (ROOT / "LICENSE", tmp_path / "score.txt"):
-        code, out = compare(capsys, log, "--picture", tmp_path / "b.svg")
-        assert code == 1 and "nothing to draw" in out
+def test_a_model_counts_once(tmp_path, capsys):
+    """A copied log has the same training losses and seed, a score (EVAL_ONLY) the same seed."""
+    sides = write_sides(tmp_path)
+    path, twin = tmp_path / "again.txt", tmp_path / "candidate-1.txt"
+    score = LOG.replace("step:", "skip:").replace("seed:42", "seed:1")
+    for text in (twin.read_text(), score):
+        path.write_text(text)
+        code, out = compare(capsys, *sides, path)
+        assert code == 2 and "not tested: candidate: a model counts only once" in out
+        line = (
+            f"warning: candidate: {twin} and {path} are one run, or scores of one model: keep one"
+        )
+        assert out.count("warning") == 1 and line in out
+        assert "n = 4, mean" in out and out.count("mean") == 1  # of the baseline alone
+        assert "mean" not in compare(capsys, "--baseline", *sides[6:], path)[1]
+    path.write_text(score.replace("seed:1", "seed:7"))
+    assert "warning" not in compare(capsys, *sides, path)[1]
+
+
+def draw(baseline: list[Path], candidate: list[Path] | None = None) -> list[Axes]:
+    """Draw two sides, or one list of runs: the axes of the losses, and those of the scores."""
+    groups = [compare_runs.Group("baseline", [*map(compare_runs.read_run, baseline)])]
+    if candidate is not None:
+        groups.append(compare_runs.Group("candidate", [*map(compare_runs.read_run, candidate)]))
+    figure = compare_runs.draw(groups, by_run=candidate is None)
+    figure.draw_without_rendering()
+    return figure.axes
+
+
+def drawn(axes: Axes, points: bool) -> list[tuple[str, list[int], list[float]]]:
+    """Color, x and y of the drawn points, or of the drawn lines."""
+    lines = [line for line in axes.lines if len(line.get_xdata())]
+    lines = [line for line in lines if (line.get_linestyle() == "None") == points]
+    return [(to_hex(line.get_color()), *map(list, line.get_data())) for line in lines]
+
+
+def legend(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.figure.legends[0].get_texts()]
+
+
+def test_the_picture_of_two_sides(tmp_path):
+    """Training as lines, validation as points, the scores with their means in a panel."""
+    sides = write_sides(tmp_path)
+    half = tmp_path / "half.txt"
+    half.write_text(HEAD + START.replace("bpb:3.8938", "bpb:3.4658") + "step:18/20 tr")
+    curves, panel = draw(sides[1:5], [*sides[6:], half])
+    assert legend(curves) == ["baseline, n = 4", "candidate, n = 4"]
+    colors = 4 * ["#e08a2e"] + 4 * ["#1f2a6b"]
+    assert drawn(curves, False) == [(color, [1, 10], [6.9301, 5.639]) for color in colors]
+    finished = [(color, [0, 18], [6.9316, 3.7829]) for color in colors[:-1]]
+    assert drawn(curves, True) == [*finished, ("#1f2a6b", [0], [6.9316])]
+    assert curves.get_ylabel() == panel.get_ylabel() == "nats per token"
+    assert curves.child_axes[0].get_ylabel() == "bits per byte"
+    low, high = curves.child_axes[0].get_ylim()
+    assert [low, high] == pytest.approx([y * 0.5 for y in curves.get_ylim()], rel=1e-3)
+    assert [y for _, _, y in drawn(panel, True)] == [BASELINE, CANDIDATE]
+    means = [np.mean(BASELINE), np.mean(CANDIDATE)]
+    assert [y[0] for _, _, y in drawn(panel, False)] == pytest.approx(means)
+    bars = [x for _, x, _ in drawn(panel, False)]
+    places = [x for _, x, _ in drawn(panel, True)]
+    assert all(
+        left < min(x) and max(x) < right for (left, right), x in zip(bars, places, strict=True)
+    )
+    assert [round(x) for side in places for x in side] == 4 * [0] + 3 * [1]
+    assert not panel.yaxis.get_major_formatter().get_useOffset()
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["baseline", "candidate"]
+
+
+def test_two_tokenizers_are_drawn_in_bits_per_byte(tmp_path):
+    """The candidate has more nats per token, but fewer bits per byte. A run without a validation
+    cannot be converted and is left out."""
+    sides = write_sides(tmp_path, [3.4, 3.5], [3.3, 3.2])
+    for path in sides[4:]:
+        text = path.read_text().replace("5.6390", "5.8000").replace("3.7829", "3.9")
+        loss, bpb = scores(text.splitlines()[-1])
+        path.write_text(text.replace(f"{loss:.8f}", f"{1.2 * loss:.8f}"))
+    early = tmp_path / "early.txt"
+    early.write_text("".join(line for line in LOG.splitlines(True)[3:] if "val_" not in line))
+    curves, panel = draw(sides[1:3], [*sides[4:], early])
+    assert curves.get_ylabel() == panel.get_ylabel() == "bits per byte" and not curves.child_axes
+    assert [y[-1] for _, _, y in drawn(curves, True)] == pytest.approx([1.89145] * 2 + [1.625] * 2)
+    trained = [y[-1] for _, _, y in drawn(curves, False)]
+    assert trained == pytest.approx([2.8195] * 2 + [5.8 / 2.4] * 2 + [np.nan], nan_ok=True)
+    assert [y for _, _, y in drawn(panel, True)] == [[1.7, 1.75], [1.65, 1.6]]
+
+
+def test_the_axis_leaves_out_the_first_losses(tmp_path):
+    """But not the last ones of a run that is still going, unless it has hardly begun."""
+    steps = {1: 6.9, 20: 4.0, 100: 3.0, 500: 2.0}
+    line = "step:{}/500 train_loss:{} train_time:7ms step_avg:1.00ms\n"
+    texts = {"a": [*steps.items()], "half": [(1, 6.8), (50, 3.5)], "begun": [(1, 6.9), (2, "nan")]}
+    for name, losses in texts.items():
+        (tmp_path / name).write_text("".join(line.format(*loss) for loss in losses))
+    (curves,) = draw([tmp_path / "a", tmp_path / "begun"])
+    assert curves.get_ylim() == pytest.approx((1.95, 3.05))
+    assert "first steps are above" in curves.get_title()
+    (curves,) = draw([tmp_path / "a", tmp_path / "half"])
+    assert curves.get_ylim() == pytest.approx((1.925, 3.575))
+    assert not curves.child_axes  # without a validation, bits per byte are unknown
+    (curves,) = draw([tmp_path / "begun"])
+    assert curves.get_ylim() == pytest.approx((6.8, 7.0)) and "above" not in curves.get_title()
+
+
+@pytest.mark.parametrize("count", [1, 3, 10, 16, 32])
+def test_the_picture_of_many_runs(tmp_path, count):
+    """Each has its own color, and the legend is beside the curves, best score first."""
+    paths = [
+        path
+        for path in write_sides(tmp_path, 3.5 - np.arange(count) / 100)[1:]
+        if "base" in str(path)
+    ]
+    (tmp_path / "score.txt").write_text(LOG.replace("step:", "skip:"))  # has no losses
+    (curves,) = draw([*paths, tmp_path / "score.txt"])
+    texts = legend(curves)
+    colors = [color for color, _, _ in drawn(curves, False)]
+    assert len({*colors}) == len(texts) == count
+    assert (colors[0] == "#1f77b4") == (count <= 10)  # up to ten runs, matplotlib's own colors
+    assert texts[0].endswith(f": {1.75 - (count - 1) / 200:.4f}")
+    assert texts == sorted(texts, key=lambda text: text.split()[-1])
+    box = curves.figure.legends[0].get_window_extent()
+    assert not box.overlaps(curves.get_window_extent())
+    whole = curves.figure.bbox
+    assert box.y0 > 0 and (box.width < 0.35 * whole.width or box.height < 0.1 * whole.height)
+
+
+def test_exit_codes_without_a_verdict(tmp_path, capsys):
+    """2: it cannot be done. 3: nothing to draw, but a verdict comes first."""
+    sides = write_sides(tmp_path)
+    log, picture = sides[1], tmp_path / "a.svg"
+    for arguments, code, words in [
+        ([log, "--picture", picture], 0, "baseline-0"),
+        ([], 2, "give either logs, or --baseline"),
+        ([log, "--baseline", log], 2, "give either logs, or --baseline"),
+        ([log, "--candidate", log], 2, "give either logs, or --baseline"),
+        ([log, "--picture", tmp_path / "a.pdf"], 2, "must end in .svg or .png"),
+        ([log, "--picture", tmp_path / "none" / "a.svg"], 2, "No such file"),
+        ([tmp_path / "none.txt"], 2, "compare_runs.py: [Errno 2] No such file"),
+        ([ROOT / "LICENSE", "--picture", tmp_path / "b.svg"], 3, "nothing to draw"),
+        ([ROOT / "LICENSE"], 0, "no final line"),
+    ]:
+        ended, out = compare(capsys, *arguments)
+        assert ended == code and words in out, arguments
+    assert picture.read_text().count("stroke-width: 0.9") == 1
+    for path in sides[1:5] + sides[6:]:
+        path.write_text(path.read_text().replace("step:", "skip:"))
+    for more, code in (["--picture=b.svg"], 3), (["--picture=b.svg", "--by=1"], 1), ([], 0):
+        ended, out = compare(capsys, *sides, *more)
+        assert ended == code and ("nothing to draw" in out) == bool(more)
+
+
+def test_a_picture_needs_matplotlib(tmp_path):
+    """Without it, the table is printed all the same."""
+    (tmp_path / "a.txt").write_text(LOG)
+    start = "import sys, compare_runs; sys.modules['matplotlib'] = None; compare_runs.main()"
+    tools = {"PYTHONPATH": str(ROOT / "tests" / "tools"), "PATH": os.environ["PATH"]}
+    for more, code in ([], 0), (["--picture", "a.svg"], 2):
+        command = [sys.executable, "-c", start, "a.txt", *more]
+        result = subprocess.run(command, cwd=tmp_path, env=tools, capture_output=True, text=True)
+        assert result.returncode == code and "3.528217" in result.stdout
+        assert ("matplotlib" in result.stderr) == bool(more)
 
 
 @pytest.mark.parametrize(

@@ -5,29 +5,38 @@
 
 A log is logs/RUN_ID.txt, or the printed output of a run, of train_gpt.py or of the reference
 baseline; the run may still be going. Of several starts in one file, the last one counts. The runs
-of a side should differ only by their seed.
+of a side should differ only by their seed. Mean and deviation are those of a side; --baseline
+alone is enough for them.
 
-Exit code 0: shown to be better, or there is nothing to test. 1: not shown, or nothing to draw.
-2: it could not be tested, or an argument or a file is wrong.
+Exit code 0: shown to be better, or there is nothing to test. 1: not shown. 2: it could not be
+tested, or an argument or a file is wrong. 3: nothing to draw, and no other code applies.
 
 Needs pip install scipy, and matplotlib for a picture."""
 
 import argparse
+import math
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from scipy import stats
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 POWER = 0.8  # probability that the suggested number of runs shows a real difference
 MOST_RUNS = 1000
+SCORES = {"nats": "val_loss", "bits per byte": "val_bpb"}  # figures by unit
+AXIS_LABELS = {"nats": "nats per token", "bits per byte": "bits per byte"}
 
 # ---- reading logs --------------------------------------------------------------------------------
 # A log file begins with the script's source, which ends with a line of 100 "=". The first line that
@@ -86,7 +95,7 @@ class Run:
 
 @dataclass
 class Group:
-    """Runs that should differ only by their seed."""
+    """A side, whose runs should differ only by their seed, or any runs ("runs")."""
 
     name: str
     runs: list[Run]
@@ -98,6 +107,20 @@ class Group:
     def values(self, figure: str) -> list[float]:
         """This figure of the finished runs that have it."""
         return [run.figures[figure] for run in self.finished if figure in run.figures]
+
+    def find_repeat(self) -> str:
+        """Name two logs of one model, which are not two samples, or return ""."""
+        for a, b in combinations(self.finished, 2):
+            if are_of_one_model(a, b):
+                return f"{a.path} and {b.path} are one run, or scores of one model: keep one"
+        return ""
+
+
+def are_of_one_model(a: Run, b: Run) -> bool:
+    """Compare two runs of a side by seed and training losses. A log without training losses
+    (EVAL_ONLY) is a score of the side's model of its seed."""
+    is_score_only = not a.train or not b.train
+    return a.facts.get("seed") == b.facts.get("seed") and (is_score_only or a.train == b.train)
 
 
 def read_run(path: Path) -> Run:
@@ -116,9 +139,11 @@ def read_run(path: Path) -> Run:
                     losses[int(match["steps"])] = float(match["loss"])
                     if match["bpb"] and float(match["loss"]) > 0:
                         run.bpb_per_nat = float(match["bpb"]) / float(match["loss"])
-    if "val_loss" not in run.facts:
-        run.unfinished = repr("".join(lines[-1:])[:80])
     run.figures = {name: float(run.facts[name]) for name in COLUMNS if name in run.facts}
+    if "val_loss" in run.figures:  # with more digits than in a step's line
+        run.bpb_per_nat = run.figures["val_bpb"] / run.figures["val_loss"]
+    else:
+        run.unfinished = repr("".join(lines[-1:])[:80])
     return run
 
 
@@ -136,6 +161,11 @@ def find_warnings(groups: list[Group]) -> list[str]:
         if values := list_different(runs, fact):
             warnings.append(f"the runs differ in {fact}: {values}")
     for group in groups:
+        if group.name == "runs":
+            continue
+        if repeat := group.find_repeat():
+            warnings.append(f"{group.name}: {repeat}")
+            continue
         for seed, times in Counter(group.values("seed")).items():
             if times > 1:
                 warnings.append(f"{group.name}: {times} runs have seed {seed:.0f}")
@@ -179,13 +209,12 @@ def unit_to_test(runs: list[Figures]) -> str:
 def run_test(sides: list[list[Figures]], paired: bool, unit: str, by: float, alpha: float) -> Test:
     """Run Welch's t-test or the paired one: is the candidate still better with `by` added?"""
     t_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
-    scores = {"nats": "val_loss", "bits per byte": "val_bpb"}
     differences = {}
-    for name, figure in scores.items():
+    for name, figure in SCORES.items():
         values = [[figures[figure] for figures in side] for side in sides]
         low, high = map(float, t_test(*values).confidence_interval(0.95))
         differences[name] = {"mean": (low + high) / 2, "low": low, "high": high}
-    baseline, candidate = (np.array([run[scores[unit]] for run in side]) for side in sides)
+    baseline, candidate = (np.array([run[SCORES[unit]] for run in side]) for side in sides)
     p = float(t_test(baseline, candidate + by, alternative="greater").pvalue)
     spread = [baseline - candidate] if paired else [baseline, candidate]
     gain = differences[unit]["mean"] - by
@@ -205,6 +234,8 @@ def judge(groups: list[Group], by: float, alpha: float) -> list[Test] | str:
     for group in groups:
         if len(group.finished) < 2:
             return f"{group.name}: {len(group.finished)} finished; each side needs two, better more"
+        if group.find_repeat():
+            return f"{group.name}: a model counts only once"
     if strides := list_different([run for group in groups for run in group.finished], "stride"):
         return f"SCORES OF DIFFERENT STRIDES ({strides}): score all runs with the same EVAL_STRIDE"
     if all(len(set(group.values("val_loss"))) == 1 for group in groups):
@@ -226,14 +257,17 @@ def format_row(name: str, figures: Figures) -> list[str]:
 
 
 def format_table(groups: list[Group]) -> str:
-    """One row per run, then n, mean and standard deviation of the group's finished runs."""
+    """One row per run, then n, mean and standard deviation of a side's finished runs, unless a
+    model is there twice."""
     rows = [["", *(title for title, _ in COLUMNS.values())]]
     for group in groups:
+        rows.append(format_row(group.name, {}))
+        rows += [format_row(f"  {run.path.stem}", run.figures) for run in group.runs]
+        if group.name == "runs" or group.find_repeat():
+            continue
         values = {figure: group.values(figure) for figure in AVERAGED}
         means = {figure: fmean(known) for figure, known in values.items() if known}
         deviations = {figure: stdev(known) for figure, known in values.items() if len(known) > 1}
-        rows.append(format_row(group.name, {}))
-        rows += [format_row(f"  {run.path.stem}", run.figures) for run in group.runs]
         rows.append(format_row(f"  n = {len(group.finished)}, mean", means))
         rows.append(format_row("  standard deviation", deviations))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -292,75 +326,122 @@ def short_names(paths: list[Path]) -> list[str]:
     return short if len(set(short)) == len(names) else names
 
 
-def highest_loss_in_view(runs: list[Run]) -> float:
-    """Upper end of the y axis: the first tenth of the steps would flatten the rest."""
-    late = []
-    for run in runs:
-        for losses in (run.train, run.val):
-            late += [losses[step] for step in losses if step >= max(losses) / 10]
-    return max(late) + 0.1 * (max(late) - min(late))
+@dataclass
+class Part:
+    """Runs of one color: a side, or one run."""
+
+    name: str
+    color: str
+    runs: list[Run]
 
 
-def draw(groups: list[Group], picture: Path, by_run: bool) -> None:
-    """Draw the losses of each run and, next to them, the scores of two sides. Each side, or each
-    run, has its own color."""
-    import matplotlib
+def split_into_parts(groups: list[Group], by_run: bool) -> list[Part]:
+    """Give each side, or each run, its color. Runs come with their scores, best first."""
+    if not by_run:
+        colors = ("#e08a2e", "#1f2a6b")  # light and dark: different in greyscale, too
+        names = [f"{group.name}, n = {len(group.runs)}" for group in groups]
+        sides = zip(names, colors, groups, strict=False)
+        return [Part(name, color, group.runs) for name, color, group in sides]
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    runs = [run for group in groups for run in group.runs if run.train or run.val]
+    runs.sort(key=lambda run: run.figures.get("val_bpb", math.inf))
+    palette = colormaps["tab10" if len(runs) <= 10 else "turbo"]
+    spread = 1 if len(runs) <= 10 else 255 // (len(runs) - 1)
+    names = short_names([run.path for run in runs])
+    for i, run in enumerate(runs):
+        if not run.unfinished:
+            names[i] += f": {run.figures['val_bpb']:.4f}"
+    return [Part(names[i], to_hex(palette(i * spread)), [run]) for i, run in enumerate(runs)]
+
+
+def unit_to_draw(runs: list[Run]) -> str:
+    """Return bits per byte if the tokenizers differ: their tokens are of different lengths."""
+    factors = [run.bpb_per_nat for run in runs if run.bpb_per_nat]
+    return "nats" if not factors or max(factors) - min(factors) < 1e-3 else "bits per byte"
+
+
+def losses_in_view(curves: list[dict[int, float]]) -> tuple[float, float]:
+    """Limits of the axis: the losses of the first fifth would flatten the rest. The last loss of a
+    run that is not that far stays in view, unless the run has hardly begun."""
+    end = max(step for losses in curves for step in losses)
+    late = [loss for losses in curves for step, loss in losses.items() if step >= end / 5]
+    late += [losses[max(losses)] for losses in curves if max(losses) >= end / 50]
+    late = [loss for loss in late if math.isfinite(loss)] or [0.0]
+    margin = 0.05 * (max(late) - min(late)) or 0.1
+    return min(late) - margin, max(late) + margin
+
+
+def draw_curves(axes: "Axes", parts: list[Part], unit: str) -> None:
+    """Draw training losses as lines and validation losses as points."""
+    from matplotlib.transforms import offset_copy
+
+    curves = []
+    for i, part in enumerate(parts):
+        axes.plot([], [], color=part.color, marker="o", ms=4, lw=1, label=part.name)
+        line = {"lw": 0.9, "alpha": max(0.3, len(part.runs) ** -0.5)}
+        dots = {"ls": "", "marker": "o", "ms": 4, "alpha": 0.8, "zorder": 3}
+        if len(parts) == 2:  # or the first part's points would be hidden
+            dots["transform"] = offset_copy(axes.transData, axes.figure, 4 * i - 2, units="points")
+        for run in part.runs:
+            # Without a validation yet, bits per byte are unknown: nan leaves the run out.
+            factor = 1.0 if unit == "nats" else run.bpb_per_nat or math.nan
+            for losses, style in ((run.train, line), (run.val, dots)):
+                if losses:
+                    curves.append({step: factor * loss for step, loss in losses.items()})
+                    axes.plot([*curves[-1]], [*curves[-1].values()], color=part.color, **style)
+    low, high = losses_in_view(curves)
+    title = "training (lines) and validation (points)"
+    if any(loss > high for losses in curves for loss in losses.values()):
+        title += "; the first steps are above"
+    axes.set_title(title, fontsize="medium")
+    axes.set(xlabel="step", ylabel=AXIS_LABELS[unit], ylim=(low, high))
+    axes.grid(alpha=0.3)
+
+
+def draw_scores(axes: "Axes", parts: list[Part], unit: str) -> None:
+    """Draw the score of each finished run next to those of its side, with their mean as a bar."""
+    for i, part in enumerate(parts):
+        scores = [run.figures[SCORES[unit]] for run in part.runs if not run.unfinished]
+        if scores:
+            places = i + 0.5 * (np.arange(len(scores)) + 0.5) / len(scores) - 0.25
+            axes.plot(places, scores, color=part.color, ls="", marker="o", ms=4, alpha=0.8)
+            axes.plot([i - 0.35, i + 0.35], 2 * [fmean(scores)], color=part.color, lw=1.6)
+    axes.set_xticks((0, 1), ("baseline", "candidate"))
+    axes.set_title("final scores and mean", fontsize="medium")
+    axes.set(xlim=(-0.5, 1.5), ylabel=AXIS_LABELS[unit])
+    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.yaxis.tick_right()
+    axes.yaxis.set_label_position("right")
+    axes.grid(axis="y", alpha=0.3)
+
+
+def draw(groups: list[Group], by_run: bool) -> "Figure":
+    """Draw the losses of each run and, next to them, the scores of two sides."""
     from matplotlib.figure import Figure
 
-    drawn = [run for group in groups for run in group.runs if run.train or run.val]
-    if by_run:
-        count = len(drawn)
-        colors = [f"C{i}" for i in range(count)]
-        if count > 10:  # matplotlib has ten colors of its own
-            colors = [matplotlib.colormaps["turbo"](i / (count - 1)) for i in range(count)]
-        names = short_names([run.path for run in drawn])
-        parts = [
-            (name, color, [run]) for name, color, run in zip(names, colors, drawn, strict=True)
-        ]
-    else:
-        colors = ["#e08a2e", "#1f2a6b"]  # light and dark: different in greyscale, too
-        parts = [
-            (group.name, color, group.runs) for group, color in zip(groups, colors, strict=False)
-        ]
+    runs = [run for group in groups for run in group.runs]
+    unit = unit_to_draw(runs)
+    parts = split_into_parts(groups, by_run)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     if len(groups) > 1:
         curves, scores = figure.subplots(1, 2, width_ratios=(2.4, 1))
+        draw_scores(scores, parts, unit)
     else:
-        curves, scores = figure.subplots(), None
-    thin, dots = {"lw": 0.7}, {"marker": "o", "ms": 4, "lw": 1.6}
-    for i, (name, color, runs) in enumerate(parts):
-        if by_run and not runs[0].unfinished:
-            name = f"{name}: {runs[0].figures['val_bpb']:.4f}"
-        curves.plot([], [], color=color, label=name, **dots)
-        for run in runs:
-            for losses, style in ((run.train, thin), (run.val, dots)):
-                curves.plot(list(losses), list(losses.values()), color=color, **style)
-            if scores is not None and not run.unfinished:
-                scores.plot(i, run.figures["val_loss"], color=color, marker="o", alpha=0.7)
-    title = "training (thin) and validation"
-    top = highest_loss_in_view(drawn)
-    if any(loss > top for run in drawn for loss in (*run.train.values(), *run.val.values())):
-        curves.set_ylim(top=top)
-        title += "; the first steps lie above the picture"
-    curves.set(title=title, xlabel="step", ylabel="nats per token")
-    # Bits per byte for each nat per token. Runs on other tokens have another factor.
-    factors = {round(run.bpb_per_nat, 3) for run in drawn if run.bpb_per_nat}
-    if len(factors) == 1:
-        factor = next(run.bpb_per_nat for run in drawn if run.bpb_per_nat)
+        curves = figure.subplots()
+    draw_curves(curves, parts, unit)
+    # Bits per byte for each nat per token.
+    factor = max(run.bpb_per_nat for run in runs)
+    if unit == "nats" and factor:
         nats_to_bpb = (lambda nats: nats * factor, lambda bpb: bpb / factor)
         curves.secondary_yaxis("right", functions=nats_to_bpb).set_ylabel("bits per byte")
-    curves.grid(alpha=0.3)
-    if by_run:
-        title = "score in bits per byte"
-        figure.legend(loc="outside right upper", fontsize="small", title=title)
-    else:
-        curves.legend(loc="upper right", fontsize="small")
-    if scores is not None:
-        scores.set_xticks(range(len(parts)), [name for name, _, _ in parts])
-        scores.set(title="score of each finished run", xlim=(-0.6, len(parts) - 0.4))
-        scores.set_ylabel("nats per token")
-        scores.ticklabel_format(axis="y", useOffset=False)
-    figure.savefig(picture, dpi=150)
+    place = {"loc": "outside upper left", "ncols": 3}
+    if len(parts) > 3:
+        place = {"loc": "outside right upper", "ncols": 1 + len(parts) // 25}
+    title = "score in bits per byte" if by_run else None
+    figure.legend(fontsize="small", title=title, title_fontsize="small", frameon=False, **place)
+    return figure
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -389,11 +470,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 2 if isinstance(verdict, str) else int(not all(test.shown for test in verdict[:1]))
         print(format_report(groups, verdict, args.by), flush=True)
         runs = [run for group in groups for run in group.runs]
-        if not any(run.train or run.val for run in runs):
+        if args.picture is not None and not any(run.train or run.val for run in runs):
             print("nothing to draw: no log has a loss of a step yet", file=sys.stderr)
-            code = code or 1
+            code = code or 3
         elif args.picture is not None:
-            draw(groups, args.picture, by_run=args.baseline is None)
+            draw(groups, by_run=args.baseline is None).savefig(args.picture, dpi=150)
     except (ImportError, OSError) as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         code = 2

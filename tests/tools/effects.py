@@ -1,24 +1,57 @@
 """Fill the column "here by seed" of tests/recipes/README.md from effects.csv; draw effects.svg.
-Start it with `python tests/tools/effects.py`. Needs matplotlib."""
+Start it with `python tests/tools/effects.py`. Needs matplotlib and scipy."""
 
 import csv
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scipy import stats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ROW = re.compile(r"^(\| [\[`]([^\]`]+).*\| )[^|]*( \| [^|]* \|)$", re.M)  # begins with [ or `
 COLORS = {"better": "#1667b7", "worse": "#c4420f", "not shown": "#777777"}
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "",  # the same file each time
+    "font.sans-serif": "DejaVu Sans",  # one name: a small file
+    "font.size": 9,
+}
+Row = dict[str, str]  # of effects.csv
 
 
-def verdict(row: dict[str, str]) -> str:
-    return "better" if float(row["p"]) < 0.01 else "worse" if float(row["low"]) > 0 else "not shown"
+def read_rows(folder: Path = RECIPES) -> list[Row]:
+    with (folder / "effects.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def p_of_direction(row: Row) -> float:
+    """Return the one-sided p of the paired t-test in the direction of the effect, from the 95 %
+    interval: the file's own p is that of "better", and too coarse for "worse"."""
+    effect, low, high = (float(row[name]) for name in ("effect", "low", "high"))
+    degrees_of_freedom = int(row["seeds"]) - 1
+    standard_error = (high - low) / 2 / stats.t.isf(0.025, degrees_of_freedom)
+    return float(stats.t.sf(abs(effect) / standard_error, degrees_of_freedom))
+
+
+def verdict(row: Row) -> str:
+    if p_of_direction(row) >= 0.01:
+        return "not shown"
+    return "better" if float(row["effect"]) < 0 else "worse"
 
 
 def signed(figure: str) -> str:
     return figure.replace("-", "−") if figure.startswith("-") else "+" + figure
 
 
-def fill(page: str, rows: list[dict[str, str]]) -> str:
+def label(row: Row) -> str:
+    return f"{row['recipe']} ({row['setting']})".removesuffix(" ()") + f" {signed(row['effect'])}"
+
+
+def fill(page: str, rows: list[Row]) -> str:
     """Return the page with all effects of a recipe in its cell, or a dash."""
     cells = {}
     for row in rows:
@@ -29,31 +62,43 @@ def fill(page: str, rows: list[dict[str, str]]) -> str:
     return ROW.sub(lambda match: match[1] + "; ".join(cells.get(match[2], "—")) + match[3], page)
 
 
-def draw(rows: list[dict[str, str]], picture: Path) -> None:
+def draw(rows: list[Row]) -> "Figure":
     """Draw the effects, best first, on white, so that they can be read on a dark page, too."""
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    pyplot.rc("svg", fonttype="none", hashsalt="")
-    pyplot.rc("font", **{"size": 9, "sans-serif": "DejaVu Sans"})  # one name: a small file
-    figure = pyplot.figure(figsize=(8.5, 0.2 * len(rows) + 1), layout="constrained")
+    figure = Figure(figsize=(8.5, 0.2 * len(rows) + 1), layout="constrained")
     axes = figure.add_subplot(frame_on=False)
-    labels = []
-    for y, row in enumerate(sorted(rows, key=lambda row: float(row["effect"]))):
+    rows = sorted(rows, key=lambda row: float(row["effect"]))
+    for y, row in enumerate(rows):
         x = [float(row[name]) for name in ("low", "effect", "high")]
         axes.plot(x, 3 * [y], color=COLORS[verdict(row)], marker="o", ms=4.5, markevery=[1])
-        name = f"{row['recipe']} ({row['setting']})".removesuffix(" ()")
-        labels.append(f"{name} {signed(row['effect'])}")
-    axes.set_yticks(range(len(rows)), labels)
-    axes.axvline(0, color="black", linewidth=0.8, zorder=0)
-    axes.text(0, -1, "← better    worse →", ha="center", va="center", weight="bold")
+    axes.set_yticks(range(len(rows)), [label(row) for row in rows])
     axes.set_ylim(len(rows) - 0.3, -1.7)
-    axes.set_xlabel("loss with minus without, nats unless marked\n95 % interval; gray: not shown")
+    axes.set_xscale("symlog", linthresh=0.01, linscale=0.7)  # most effects are small
+    ticks = (-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1)
+    axes.set_xticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.axvline(0, color="black", linewidth=0.8, zorder=0)
+    for words, align, x in ("← better", "right", -6), ("worse →", "left", 6):
+        style = {"ha": align, "va": "center", "weight": "bold", "textcoords": "offset points"}
+        axes.annotate(words, (0, -1), (x, 0), color=COLORS[words.strip("← →")], **style)
+    axes.set_xlabel(
+        "loss with minus without, nats unless marked\n"
+        "95 % interval; gray: not shown; log scale beyond ±0.01"
+    )
     axes.grid(axis="x", alpha=0.3)
-    figure.savefig(picture, metadata={"Date": None})
+    return figure
+
+
+def write(folder: Path) -> None:
+    """Write the table and the picture into the folder of effects.csv."""
+    from matplotlib import rc_context
+
+    rows, page = read_rows(folder), folder / "README.md"
+    page.write_text(fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    with rc_context(STYLE):
+        draw(rows).savefig(folder / "effects.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    rows = list(csv.DictReader((RECIPES / "effects.csv").open(encoding="utf-8")))
-    page = RECIPES / "README.md"
-    page.write_text(fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    draw(rows, RECIPES / "effects.svg")
+    write(RECIPES)
