@@ -75,6 +75,7 @@ def test_the_picture_shows_the_rows():
     assert [to_hex(line.get_color()) for line in lines] == colors
     assert all(line.get_markevery() == [1] for line in lines)
     assert axes.yaxis_inverted() and set(zero.get_xdata()) == {0}
+    assert f"log scale beyond ±{axes.xaxis.get_transform().linthresh}" in axes.get_xlabel()
     middle = axes.transData.transform((0, 0))[0]
     better, worse = (text.get_window_extent() for text in axes.texts)
     assert better.x1 < middle < worse.x0 and better.y0 > axes.transData.transform((0, 0))[1]
