@@ -2,19 +2,16 @@
 
     python3 data/cached_challenge_fineweb.py --variant sp1024 [--train-shards N]
 
-Downloads all validation shards and the first N train shards (100,000,000 tokens, 200 MB each) into
-the hub client's cache and links them into data/. Files that are there already stay, so after an
-interruption the same command downloads only what is missing.
+Downloads all validation shards and the first N train shards (200 MB each) into the hub client's
+cache and links them into data/. After an interruption, the same command downloads the rest.
 """
 
 import argparse
-import filecmp
 import os
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 import files
 
@@ -41,12 +38,6 @@ def is_whole(file: Path) -> bool:
         return False
 
 
-def fetch(path: str, repo_id: str, remote_root: str, **options: Any) -> Path:
-    """Return the path of a file in the client's cache; the client downloads it if it must."""
-    name = f"{remote_root.strip('/')}/{path}".lstrip("/")
-    return Path(hf_hub_download(repo_id, name, repo_type="dataset", **options))
-
-
 def link_or_copy(source: Path, place: Path) -> None:
     """Make `place` a hard link to a file in the cache, or a copy if that is on another disk."""
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -63,10 +54,11 @@ def download_file(
     path: str, root: Path, repo_id: str = files.REPO_ID, remote_root: str = files.REMOTE_ROOT
 ) -> None:
     """Download remote_root/path of a dataset repository to root/path. Raises RuntimeError."""
+    name = f"{remote_root.strip('/')}/{path}".lstrip("/")
     try:
-        cached = fetch(path, repo_id, remote_root)
+        cached = Path(hf_hub_download(repo_id, name, repo_type="dataset"))
         if not is_whole(cached):  # damaged in the cache or on the hub
-            cached = fetch(path, repo_id, remote_root, force_download=True)
+            cached = Path(hf_hub_download(repo_id, name, repo_type="dataset", force_download=True))
         if path.endswith(".bin"):
             files.count_tokens(cached)
         link_or_copy(cached, root / path)
@@ -95,8 +87,7 @@ def download_files(paths: list[str], root: Path) -> None:
 
 
 def list_files(path: Path, variant: str, train_shards: int | None) -> tuple[list[str], list[str]]:
-    """Return the tokenizer's files and the shards to download, according to the manifest. Raises
-    ValueError if it does not list them."""
+    """Return the tokenizer's files and the shards that a manifest lists. Raises ValueError."""
     manifest = files.read_json(path)
     datasets = {entry["name"]: entry for entry in manifest["datasets"]}
     tokenizers = {entry["name"]: entry for entry in manifest["tokenizers"]}
@@ -116,56 +107,44 @@ def list_files(path: Path, variant: str, train_shards: int | None) -> tuple[list
     return [file for file in tokenizer_files if file], val + train
 
 
-def report_own_tokenizer(path: str, place: Path, offline: bool) -> None:
-    """Warn that an existing tokenizer is kept if it differs from the hub's."""
-    try:
-        cached = fetch(path, files.REPO_ID, files.REMOTE_ROOT, local_files_only=offline)
-    except Exception:  # there is nothing to compare with
-        return
-    if not filecmp.cmp(cached, place, shallow=False):
-        print(f"{place} is kept, but is not the hub's: delete it to get that one", file=sys.stderr)
-
-
-def download(args: argparse.Namespace) -> str:
+def download(
+    root: Path, variant: str, train_shards: int | None, skip_manifest: bool, with_docs: bool
+) -> str:
     """Download what is missing; return a summary. Raises OSError, ValueError or RuntimeError."""
-    manifest = args.root / files.MANIFEST
+    manifest = root / files.MANIFEST
     if not manifest.exists():
-        if args.skip_manifest:
+        if skip_manifest:
             raise ValueError(f"{manifest} is missing: run without --skip-manifest")
-        download_file(files.MANIFEST, args.root)
-    tokenizer, tokens = list_files(manifest, args.variant, args.train_shards)
-    paths = tokenizer + tokens + ([files.DOCS, files.SIDECAR] if args.with_docs else [])
-    missing = [path for path in paths if not is_whole(args.root / path)]
-    for path in tokenizer:
-        if path not in missing:
-            report_own_tokenizer(path, args.root / path, offline=not missing)
+        download_file(files.MANIFEST, root)
+    tokenizer, tokens = list_files(manifest, variant, train_shards)
+    paths = tokenizer + tokens + ([files.DOCS, files.SIDECAR] if with_docs else [])
+    missing = [path for path in paths if not is_whole(root / path)]
+    for path in sorted({*tokenizer} - {*missing}):
+        print(f"{root / path} is kept: delete it to get the hub's", file=sys.stderr)
     if missing:
-        download_files(missing, args.root)
-    return f"{args.root}: {len(missing)} files downloaded, {len(paths) - len(missing)} were there"
+        download_files(missing, root)
+    return f"{root}: {len(missing)} files downloaded, {len(paths) - len(missing)} were there"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variant", default="sp1024", help="sp1024, ..., byte260")
     number = parser.add_mutually_exclusive_group()
-    first = f"the first N train shards (default {DEFAULT_TRAIN_SHARDS})"
-    number.add_argument("--train-shards", type=int, metavar="N", help=first)
-    number.add_argument("bare", nargs="?", type=int, metavar="N", help="the same")
+    count = {"type": int, "metavar": "N", "help": f"train shards (default {DEFAULT_TRAIN_SHARDS})"}
+    number.add_argument("--train-shards", **count)
+    number.add_argument("bare", nargs="?", **count)
     parser.add_argument("--skip-manifest", action="store_true", help="never download the manifest")
     parser.add_argument("--with-docs", action="store_true", help="download the documents, too")
     parser.add_argument("--root", type=Path, default=HERE, help="the folder to fill")
     args = parser.parse_args()
-    if args.train_shards is None:
-        args.train_shards = args.bare
-    code = 1
+    num_train = args.bare if args.train_shards is None else args.train_shards
     try:
-        print(download(args), flush=True)
+        print(download(args.root, args.variant, num_train, args.skip_manifest, args.with_docs))
         return
     except KeyboardInterrupt:
-        message = "interrupted: run the same command again to continue"
-        code = 130
+        code, message = 130, "interrupted: run the same command again to continue"
     except (OSError, ValueError, RuntimeError) as error:
-        message = str(error)
+        code, message = 1, str(error)
     print(f"cached_challenge_fineweb.py: {message}", file=sys.stderr, flush=True)
     os._exit(code)  # at once, without waiting for threads that still download
 

@@ -53,9 +53,6 @@ def encode(text: str) -> str:
 
 def encode_many(texts: Iterable[str], num_processes: int) -> Iterator[str]:
     """Encode texts in several processes and yield them in order."""
-    if num_processes == 1:
-        yield from map(encode, texts)
-        return
     texts = iter(texts)
     # Ctrl-C stops the main process, which stops the others.
     ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}

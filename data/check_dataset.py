@@ -61,9 +61,8 @@ def count_bytes(id_counts: np.ndarray, sp: SentencePieceProcessor) -> int:
 def check_split(
     folder: Path, split: str, sp: SentencePieceProcessor, problems: list[str]
 ) -> dict[str, int]:
-    """Read the shards of a split and print their counts. Returns the numbers of files, tokens and
-    documents, with the manifest's keys. Adds missing and damaged shards to `problems`; raises
-    ValueError if another tokenizer made the tokens."""
+    """Print the counts of a split and return them with the manifest's keys. Adds missing and
+    damaged shards to `problems`; raises ValueError if another tokenizer made the tokens."""
     paths = sorted(folder.glob(f"fineweb_{split}_*.bin"))
     expected = {folder / f"fineweb_{split}_{index:06d}.bin" for index in range(len(paths))}
     problems += [f"{path} is missing: {GET_AGAIN}" for path in sorted(expected - {*paths})]

@@ -4,8 +4,6 @@
 
 About 2 MB of English: the help topics (pydoc_data.topics) and the docstrings of the standard
 library. The same Python version always gives the same bytes. Complete files are kept.
-
-Prints counts, SHA-256 sums and, as a yardstick, the size of the validation text under lzma.
 """
 
 import argparse
@@ -69,8 +67,7 @@ def collect_documents() -> list[str]:
 
 def strongest_lzma(data: bytes) -> int:
     """Return the smallest size in bytes under lzma's settings for text, without a container."""
-    preset = 9 | lzma.PRESET_EXTREME
-    best = {"id": lzma.FILTER_LZMA2, "preset": preset, "lp": 0}
+    best = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lp": 0}
     filters = [{**best, "lc": lc, "pb": pb} for lc in range(5) for pb in range(3)]
     return min(len(lzma.compress(data, lzma.FORMAT_RAW, filters=[f])) for f in filters)
 
@@ -125,11 +122,8 @@ def build(documents: list[str], dataset: Path, tokenizer: Path, with_caseops: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", type=Path, help="default: data/datasets/demo_sp1024")
-    parser.add_argument(
-        "--tokenizer", type=Path, help="default: data/tokenizers/demo_1024_bpe.model"
-    )
-    flag = "lower-case the text, with marks for capitals; the default names end in _caseops"
-    parser.add_argument("--caseops", action="store_true", help=flag)
+    parser.add_argument("--tokenizer", type=Path, help="default: in data/tokenizers")
+    parser.add_argument("--caseops", action="store_true", help="mark capitals, see data/README.md")
     args = parser.parse_args()
     suffix = "_caseops" if args.caseops else ""
     dataset = args.dataset or HERE / f"datasets/demo_sp1024{suffix}"
@@ -143,8 +137,8 @@ def main() -> None:
     counts = f"documents:{facts['documents']} bytes:{facts['text_bytes']}"
     print(f"demo_corpus:{counts} python:{facts['python']}")
     print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))
-    yardstick = f"(lzma on {facts['validation_bytes']} validation bytes)"
-    print(f"demo_corpus:lzma_bpb:{facts['lzma_bpb']:.4f} {yardstick}")
+    num_bytes = facts["validation_bytes"]
+    print(f"demo_corpus:lzma_bpb:{facts['lzma_bpb']:.4f} (lzma on {num_bytes} validation bytes)")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Train tokenizers and write shards from documents, as the challenge did.
 
-    python3 data/download_hf_docs_and_tokenize.py --output-root DIR                 the hub's
-    python3 data/download_hf_docs_and_tokenize.py --output-root DIR --docs FILE     your own, or -
+    python3 data/download_hf_docs_and_tokenize.py --output-root DIR                    the hub's
+    python3 data/download_hf_docs_and_tokenize.py --output-root DIR --docs FILE...     your own
 
-FILE is plain text or JSON lines, {"text": ...}. Each tokenizer gets a dataset, a folder of shards
-DIR/datasets/fineweb10B_SUFFIX: the first --num-val-docs documents are its validation split, the
-rest its training split. DIR/manifest.json, written last, lists everything.
+A FILE is plain text, JSON lines ({"text": ...}), a folder of both, or - for stdin. Each tokenizer
+gets a folder of shards, DIR/datasets/fineweb10B_SUFFIX: its validation split has the first
+--num-val-docs documents, its training split the rest. DIR/manifest.json, written last, lists all.
 """
 
 import argparse
@@ -15,10 +15,12 @@ import itertools
 import json
 import mmap
 import os
+import random
 import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,35 +30,59 @@ import files
 import numpy as np
 import tokenizer_tools
 from cached_challenge_fineweb import download_file
-from tokenizer_tools import Spec
+from tokenizer_tools import Spec, read_specs
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 PIPED_DOCS = "docs_piped"  # a copy of documents from a pipe
+MIXED_DOCS = "docs_mixed"  # a copy of documents from several files, or shuffled
 DEFAULT_NUM_VAL_DOCS = 50_000
+SHUFFLE_ADVICE = "If yours are sorted, or from several sources, add --shuffle 1 to mix them."
 # Plain text: a document ends at the first blank line after 2,000 bytes, or with the file.
 TEXT_DOCUMENT = re.compile(rb"(?s)\S.{1999,}?(?=\n\s*\n|\Z)|\S.*")
-COMPRESSED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd", b"BZh": "bzip2"}
-COMPRESSED |= {b"PK\3\4": "zip"}
+COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"BZh", b"PK\3\4")  # gzip ... zip
 BATCH_SIZE = int(os.environ.get("MATCHED_FINEWEB_SP_BATCH_SIZE", 512))  # documents
 NUM_THREADS = int(os.environ.get("MATCHED_FINEWEB_TOKENIZER_THREADS", os.cpu_count() or 1))
 
 Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 
 
-def find_documents(args: argparse.Namespace) -> Path:
-    """Return the file of --docs or the hub's. A pipe is copied to a file, to be read again."""
-    if args.docs is None:
-        for name in (files.DOCS, files.SIDECAR):
-            if not (args.output_root / name).exists():
-                download_file(name, args.output_root, args.repo_id, args.remote_root)
-        return args.output_root / files.DOCS
-    if args.docs != "-" and not Path(args.docs).is_fifo():
-        return Path(args.docs)
-    docs = args.output_root / PIPED_DOCS
-    with open(0 if args.docs == "-" else args.docs, "rb") as pipe, open(docs, "wb") as file:
-        shutil.copyfileobj(pipe, file)
-    return docs
+def find_files(names: list[str], output: Path) -> list[Path]:
+    """Return the files of --docs. A pipe is copied, to be read again. Raises ValueError."""
+    paths: list[Path] = []
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            found = sorted([*path.glob("[!.]*.txt"), *path.glob("[!.]*.jsonl")])
+            if not found:
+                raise ValueError(f"{path} has no .txt or .jsonl files: name its files after --docs")
+            paths += found
+        elif name == "-" or path.is_fifo():
+            paths.append(output / f"{PIPED_DOCS}{len(paths) or ''}")  # a second one: docs_piped1
+            with open(0 if name == "-" else name, "rb") as pipe, open(paths[-1], "wb") as file:
+                shutil.copyfileobj(pipe, file)
+        elif path.exists():
+            paths.append(path)
+        else:
+            raise ValueError(f"{path} does not exist: correct --docs")
+    return paths
+
+
+def mix_documents(paths: list[Path], seed: int | None, output: Path) -> Path:
+    """Copy the documents of all files to one file of JSON lines, shuffled if there is a seed."""
+    starts: list[int] = []
+    with tempfile.TemporaryFile(dir=output) as copy:
+        for path in paths:
+            for text in read_documents(path):
+                starts.append(copy.tell())
+                copy.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+        if seed is not None:
+            random.Random(seed).shuffle(starts)
+        with open(output / MIXED_DOCS, "wb") as mixed:
+            for start in starts:
+                copy.seek(start)
+                mixed.write(copy.readline())
+    return output / MIXED_DOCS
 
 
 def read_documents(path: Path) -> Iterator[str]:
@@ -64,9 +90,8 @@ def read_documents(path: Path) -> Iterator[str]:
     with open(path, "rb") as file:
         start = file.read(1000)
         file.seek(0)
-        for magic, program in COMPRESSED.items():
-            if start.startswith(magic):
-                raise ValueError(f"{path} is compressed with {program}: decompress it first")
+        if start.startswith(COMPRESSED):
+            raise ValueError(f"{path} is compressed: decompress it first")
         if start.startswith(b"%PDF") or b"\0" in start:
             raise ValueError(f"{path} is not UTF-8 text: extract its text, or convert it")
         is_json = path.suffix in (".jsonl", ".json") or re.match(rb'(\xef\xbb\xbf)?\s*{\s*"', start)
@@ -83,12 +108,11 @@ def read_documents(path: Path) -> Iterator[str]:
                     yield json.loads(document)["text"].encode("utf-8", "replace").decode("utf-8")
             except UnicodeDecodeError as error:
                 before = document[: error.start].decode(errors="replace")[-40:]
-                place = f"{unit} {number}, after {before!r}"
-                advice = f"iconv -c -f utf-8 -t utf-8 {shlex.quote(str(path))} removes such bytes"
-                raise ValueError(f"{path}: {place} is not UTF-8: {advice}") from None
+                place = f"{path}: {unit} {number}, after {before!r} is not UTF-8"
+                iconv = f"iconv -c -f utf-8 -t utf-8 {shlex.quote(str(path))}"
+                raise ValueError(f"{place}: {iconv} removes such bytes") from None
             except (ValueError, LookupError, TypeError, AttributeError):
-                wanted = '{"text": "..."}'
-                raise ValueError(f"{path}: {unit} {number} must be {wanted}") from None
+                raise ValueError(f'{path}: line {number} must be {{"text": "..."}}') from None
 
 
 def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
@@ -97,21 +121,20 @@ def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
     return caseops.encode_many(texts, NUM_THREADS) if spec.fields.get("caseops") else texts
 
 
-def read_sidecar(args: argparse.Namespace, docs: Path) -> dict | None:
+def read_sidecar(docs: Path, is_own: bool) -> dict | None:
     """Return the facts about the hub's documents; None for your own. Raises ValueError."""
     path = docs.with_name(files.SIDECAR)
     if docs.name != files.DOCS or not path.exists():
-        return {} if args.docs is None else None
+        return None if is_own else {}
     sidecar = files.read_json(path)
     if not isinstance(sidecar, dict):
         raise ValueError(f"{path} must be a JSON object: correct it or delete it")
     return sidecar
 
 
-def count_splits(args: argparse.Namespace, docs: Path, sidecar: dict | None) -> dict[str, int]:
+def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> dict[str, int]:
     """Return the number of documents in each split. Raises ValueError."""
     most = num_docs = sum(1 for _ in read_documents(docs))
-    num_val_docs = args.num_val_docs
     if num_val_docs is None and sidecar is None:
         num_val_docs = min(max(num_docs // 20, 1), DEFAULT_NUM_VAL_DOCS)
         most = num_docs - 1
@@ -126,20 +149,29 @@ def count_splits(args: argparse.Namespace, docs: Path, sidecar: dict | None) -> 
     return {"val": num_val_docs, "train": num_docs - num_val_docs}
 
 
-def docs_meta(args: argparse.Namespace, docs: Path, sidecar: dict | None, num_docs: int) -> dict:
-    """Describe the documents for the manifest."""
+def describe_documents(
+    docs: Path, num_docs: dict[str, int], sidecar: dict | None, seed: int | None, output: Path
+) -> dict[str, Any]:
+    """Return the manifest's entries about the documents."""
     digest = hashlib.sha256()
     with open(docs, "rb") as file:
         for line in file:
             digest.update(line)
-    path = os.path.relpath(docs.with_name(files.SIDECAR), args.output_root)
+    total = sum(num_docs.values())
+    path = os.path.relpath(docs.with_name(files.SIDECAR), output)
     return {
-        "remote_repo_id": args.repo_id if args.docs is None else None,
-        "remote_root": args.remote_root if args.docs is None else None,
-        "num_docs": num_docs,
-        "docs_sha256": digest.hexdigest(),
-        "source_manifest": path if sidecar else None,
-        "source_sidecar": sidecar or None,
+        "num_docs": total,
+        "num_val_docs": num_docs["val"],
+        "shuffle_seed": seed if sidecar is None else sidecar.get("shuffle_seed"),
+        "docs_jsonl": os.path.relpath(docs, output),
+        "docs_meta": {
+            "remote_repo_id": None,
+            "remote_root": None,
+            "num_docs": total,
+            "docs_sha256": digest.hexdigest(),
+            "source_manifest": path if sidecar else None,
+            "source_sidecar": sidecar or None,
+        },
     }
 
 
@@ -150,10 +182,9 @@ def encode_into_shards(texts: Iterator[str], encode: Encoder, size: int) -> Iter
     filled = 0
     for tokens in map(encode, batches):
         while tokens.size:
-            part = tokens[: size - filled]
+            part, tokens = np.split(tokens, [size - filled])
             shard[filled : filled + part.size] = part
             filled += part.size
-            tokens = tokens[part.size :]
             if filled == size:
                 yield shard
                 filled = 0
@@ -181,15 +212,15 @@ def export_dataset(
 
 
 def write_dataset(
-    spec: Spec, model: bytes | None, docs: Path, num_docs: dict[str, int], args: argparse.Namespace
+    spec: Spec, model: bytes | None, docs: Path, num_docs: dict[str, int], size: int, output: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write a tokenizer and its dataset. Returns their entries in the manifest."""
-    tokenizer = tokenizer_tools.write_tokenizer(spec, model, args.output_root)
+    """Write a tokenizer and its dataset, `size` tokens in a shard. Returns their descriptions."""
+    tokenizer = tokenizer_tools.write_tokenizer(spec, model, output)
     sp = None if model is None else tokenizer_tools.open_model(model, spec.name)
     encode = functools.partial(tokenizer_tools.encode_texts, sp, NUM_THREADS)
     texts = iter(tqdm(read_texts(docs, spec), spec.dataset, sum(num_docs.values()), unit="doc"))
     path = f"datasets/{spec.dataset}"
-    stats = export_dataset(texts, num_docs, encode, args.output_root / path, args.chunk_tokens)
+    stats = export_dataset(texts, num_docs, encode, output / path, size)
     print(f"{spec.dataset}:", *(f"{name}:{number}" for name, number in stats.items()), flush=True)
     facts = ("vocab_size", "bos_id", "eos_id", "recommended_bigram_vocab_size")
     dataset = {
@@ -217,40 +248,53 @@ def print_training_command(spec: Spec, tokenizer: dict[str, Any], output: Path) 
         print(f"{knobs} VOCAB_SIZE={size} python {script}")
 
 
-def rebuild(args: argparse.Namespace) -> None:
-    """Write tokenizers, datasets and manifest. Raises OSError, ValueError or RuntimeError."""
-    specs = tokenizer_tools.read_specs(args)
-    output = args.output_root
-    output.mkdir(parents=True, exist_ok=True)
-    docs = find_documents(args)
-    sidecar = read_sidecar(args, docs)
-    num_docs = count_splits(args, docs, sidecar)
-    cut = sidecar is None  # the hub's documents must give the challenge's pieces
+def write_datasets(
+    specs: list[Spec], docs: Path, num_docs: dict[str, int], cut: bool, size: int, output: Path
+) -> dict[str, Any]:
+    """Write tokenizers and datasets. Returns their entries in the manifest."""
     models = [tokenizer_tools.make_model(spec, read_texts(docs, spec), cut) for spec in specs]
     # Until the end there is no manifest, so that check_dataset.py refuses an unfinished rebuild.
-    unfinished = output / files.UNFINISHED_MANIFEST
-    files.write_json(unfinished, {})
+    files.write_json(output / files.UNFINISHED_MANIFEST, {})
     (output / files.MANIFEST).unlink(missing_ok=True)
     pairs = zip(specs, models, strict=True)
-    entries = [write_dataset(spec, model, docs, num_docs, args) for spec, model in pairs]
-    specs_used = [spec.fields for spec in specs]
-    manifest = {
-        "version": "10B",
-        "num_docs": sum(num_docs.values()),
-        "num_val_docs": num_docs["val"],
-        "shuffle_seed": (sidecar or {}).get("shuffle_seed"),
-        "shard_size": args.chunk_tokens,
-        "append_eos": False,
-        "docs_jsonl": os.path.relpath(docs, output),
-        "docs_meta": docs_meta(args, docs, sidecar, sum(num_docs.values())),
-        "tokenizer_specs": specs_used,
-        "tokenizers": [tokenizer for tokenizer, _ in entries],
-        "datasets": [dataset for _, dataset in entries],
-    }
-    files.write_json(output / "tokenizer_config.export.json", {"tokenizers": specs_used})
-    files.write_json(output / files.MANIFEST, manifest)
-    unfinished.unlink()
-    for spec, tokenizer in zip(specs, manifest["tokenizers"], strict=True):
+    entries = [write_dataset(*pair, docs, num_docs, size, output) for pair in pairs]
+    tokenizers, datasets = zip(*entries, strict=True)
+    used = [spec.fields for spec in specs]
+    files.write_json(output / "tokenizer_config.export.json", {"tokenizers": used})
+    return {"tokenizer_specs": used, "tokenizers": tokenizers, "datasets": datasets}
+
+
+def rebuild(args: argparse.Namespace) -> None:
+    """Write tokenizers, datasets and manifest. Raises OSError, ValueError or RuntimeError."""
+    overrides = {"caseops": args.caseops, "tokenizer_train_docs": args.tokenizer_train_docs}
+    source = args.vocab_size or args.tokenizer_config
+    specs = read_specs(source, overrides, dict(args.reuse_sp_model), args.skip_byte)
+    output = args.output_root
+    output.mkdir(parents=True, exist_ok=True)
+    if args.docs is not None:
+        docs, *others = find_files(args.docs, output)
+        if others or args.shuffle is not None:
+            docs = mix_documents([docs, *others], args.shuffle, output)
+    elif args.shuffle is not None:
+        raise ValueError("--shuffle needs --docs: the hub's documents are shuffled already")
+    else:
+        docs = output / files.DOCS
+        for name in (files.DOCS, files.SIDECAR):
+            if not (output / name).exists():
+                download_file(name, output, args.repo_id, args.remote_root)
+    sidecar = read_sidecar(docs, is_own=args.docs is not None)
+    num_docs = count_splits(docs, args.num_val_docs, sidecar)
+    if sidecar is None and args.shuffle is None and num_docs["val"] > 1:
+        print(f"Note: validation is the first {num_docs['val']} documents. {SHUFFLE_ADVICE}")
+    about = describe_documents(docs, num_docs, sidecar, args.shuffle, output)
+    if args.docs is None:
+        about["docs_meta"] |= {"remote_repo_id": args.repo_id, "remote_root": args.remote_root}
+    cut = sidecar is None  # the hub's documents must give the challenge's pieces
+    entries = write_datasets(specs, docs, num_docs, cut, args.chunk_tokens, output)
+    settings = {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
+    files.write_json(output / files.MANIFEST, {**settings, **about, **entries})
+    (output / files.UNFINISHED_MANIFEST).unlink()
+    for spec, tokenizer in zip(specs, entries["tokenizers"], strict=True):
         print_training_command(spec, tokenizer, output)
 
 
@@ -271,25 +315,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     number = {"type": positive_number, "metavar": "N"}
     parser.add_argument("--output-root", type=Path, required=True)
-    docs = "plain text or JSON lines, - for stdin (default: the hub's documents)"
-    parser.add_argument("--docs", metavar="FILE", help=docs)
+    docs = "text or JSON lines, folders, - for stdin (default: the hub's documents)"
+    parser.add_argument("--docs", nargs="+", action="extend", metavar="FILE", help=docs)
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle your own documents")
     parser.add_argument("--repo-id", default=files.REPO_ID)
     parser.add_argument("--remote-root", default=files.REMOTE_ROOT)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--vocab-size", help="make one SentencePiece tokenizer", **number)
     which.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")
-    val = "validation documents (default: the hub's number, or 5 %% of your own)"
-    parser.add_argument("--num-val-docs", type=int, metavar="N", help=val)
+    parser.add_argument("--num-val-docs", type=int, metavar="N", help="default: 5 %% of your own")
     parser.add_argument("--chunk-tokens", default=100_000_000, help="tokens in a shard", **number)
     parser.add_argument("--tokenizer-train-docs", help="train on the first N documents", **number)
-    marks = "lower-case the text, with marks for capitals (CaseOps)"
-    parser.add_argument("--caseops", action="store_true", help=marks)
+    parser.add_argument("--caseops", action="store_true", help="mark capitals (see README.md)")
     parser.add_argument("--skip-byte", action="store_true", help="make no byte dataset")
     reuse = {"type": size_and_model, "metavar": "VOCAB_SIZE=MODEL", "action": "append"}
     parser.add_argument("--reuse-sp-model", help="use a model you have", default=[], **reuse)
-    args = parser.parse_args(arguments)
     try:
-        rebuild(args)
+        rebuild(parser.parse_args(arguments))
     except (OSError, ValueError, RuntimeError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:

@@ -10,8 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-MAGIC = 20240520
-VERSION = 1
+MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 4 * 256
 
 # The challenge's repository on the hub. Its folder REMOTE_ROOT has the same layout as data/.

@@ -1,6 +1,5 @@
 """Read tokenizer specs (fields: README.md), make the tokenizers and encode texts with them."""
 
-import argparse
 import io
 import itertools
 import math
@@ -37,10 +36,13 @@ VOCAB_SIZES = {SENTENCEPIECE: range(1, 2**16 + 1), BYTE: [260]}  # tokens are ui
 SENTENCEPIECE_NAMES = ("sentencepiece_bpe", "sentencepiece", "build_sentencepiece_tokenizer")
 BYTE_NAMES = ("byte", "pure_byte", "bytes", "build_pure_byte_tokenizer")
 KINDS = dict.fromkeys(SENTENCEPIECE_NAMES, SENTENCEPIECE) | dict.fromkeys(BYTE_NAMES, BYTE)
-FIELDS = {BYTE: {"kind", "builder", "name", "dataset_suffix", "vocab_size", "filename"}}
-FIELDS[SENTENCEPIECE] = FIELDS[BYTE] - {"filename"} | {"model_prefix", "reuse_model_path"}
-FIELDS[SENTENCEPIECE] |= {"tokenizer_train_docs", "trainer_overrides", "caseops"}
-TYPES = {"vocab_size": int, "tokenizer_train_docs": int, "trainer_overrides": dict, "caseops": bool}
+SENTENCEPIECE_FIELDS = {
+    "kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int,
+    "model_prefix": str, "reuse_model_path": str, "tokenizer_train_docs": int,
+    "trainer_overrides": dict, "caseops": bool
+}  # fmt: skip
+BYTE_FIELDS = {"kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int,
+               "filename": str}  # fmt: skip
 CASEOPS_SUFFIX = "_caseops"  # of the name, the dataset and the files
 
 
@@ -82,28 +84,21 @@ class Spec:
 def kind_of(fields: dict[str, Any]) -> str:
     """Return SENTENCEPIECE or BYTE. Raises ValueError."""
     name = str(fields.get("kind", fields.get("builder", ""))).rpartition(":")[2]
-    if name in KINDS:
-        return KINDS[name]
-    if name:
+    if name and name not in KINDS:
         raise ValueError(f"kind or builder {name!r} is not one of {', '.join(KINDS)}")
-    if fields.get("dataset_suffix") == "byte260":
-        return BYTE
-    if "vocab_size" in fields:
-        return SENTENCEPIECE
-    raise ValueError(
-        f"it has only {', '.join(fields) or 'an empty object'}: set vocab_size or kind"
-    )
+    default = BYTE if fields.get("dataset_suffix") == "byte260" else SENTENCEPIECE
+    return KINDS.get(name, default)
 
 
 def check_fields(fields: dict[str, Any], kind: str) -> None:
     """Raises ValueError if a field is unknown or has an invalid value."""
+    types = BYTE_FIELDS if kind == BYTE else SENTENCEPIECE_FIELDS
     for field, value in fields.items():
-        if field not in FIELDS[kind]:
-            known = ", ".join(sorted(FIELDS[kind]))
+        if field not in types:
+            known = ", ".join(sorted(types))
             raise ValueError(f"{field!r} is not a field of a {kind} tokenizer: use {known}")
-        field_type = TYPES.get(field, str)
-        if type(value) is not field_type:
-            raise ValueError(f"{field} {value!r} must be of type {field_type.__name__}")
+        if type(value) is not types[field]:
+            raise ValueError(f"{field} {value!r} must be of type {types[field].__name__}")
     sizes = VOCAB_SIZES[kind]
     if fields.get("vocab_size", sizes[0]) not in sizes:
         raise ValueError(f"vocab_size {fields['vocab_size']} must be {sizes[0]} to {sizes[-1]}")
@@ -141,38 +136,46 @@ def make_spec(fields: dict[str, Any], kind: str) -> Spec:
     return Spec(fields, kind, name, dataset, file, model)
 
 
-def read_specs(args: argparse.Namespace) -> list[Spec]:
-    """Make the specs that the command line asks for. Raises ValueError or OSError."""
-    source, entries = f"--vocab-size {args.vocab_size}", [{"vocab_size": args.vocab_size}]
-    if args.vocab_size is None:
-        source, entries = args.tokenizer_config, read_json(args.tokenizer_config)
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """Read a file of specs. Raises ValueError or OSError."""
+    entries = read_json(path)
     if isinstance(entries, dict):
         entries = entries.get("tokenizer_specs", entries.get("tokenizers"))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{source} must be a list of objects, or have one under tokenizer_specs")
-    reused = dict(args.reuse_sp_model)
-    unused = set(reused)
+        raise ValueError(f"{path} must be a list of objects, or have one under tokenizer_specs")
+    return entries
+
+
+def read_fields(
+    entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int, str]
+) -> tuple[dict[str, Any], str]:
+    """Return the fields and the kind of a spec. Raises ValueError."""
+    fields = {field: value for field, value in entry.items() if value is not None}
+    size = fields.get("vocab_size")
+    if isinstance(size, str) and size.isdecimal():
+        size = fields["vocab_size"] = int(size)
+    kind = kind_of(fields)
+    if kind == SENTENCEPIECE:
+        fields |= {name: value for name, value in overrides.items() if value}
+        if size in reused:
+            fields["reuse_model_path"] = reused[size]
+    check_fields(fields, kind)
+    return fields, kind
+
+
+def read_specs(
+    source: Path | int, overrides: dict[str, Any], reused: dict[int, str], skip_byte: bool
+) -> list[Spec]:
+    """Make the specs in a file, or one for a vocabulary size. `overrides` are fields; `reused` has
+    paths of models by vocabulary size. Raises ValueError or OSError."""
+    entries = [{"vocab_size": source}] if isinstance(source, int) else read_entries(source)
     taken: set[str] = set()  # names, datasets and files
     specs = []
     for number, entry in enumerate(entries, start=1):
-        place = f"{source}: tokenizer {number}"
         try:
-            fields = {field: value for field, value in entry.items() if value is not None}
-            size = fields.get("vocab_size")
-            if isinstance(size, str) and size.isdecimal():
-                size = fields["vocab_size"] = int(size)
-            kind = kind_of(fields)
-            if kind == SENTENCEPIECE and args.caseops:
-                fields["caseops"] = True
-            check_fields(fields, kind)
-            if kind == BYTE and args.skip_byte:
+            fields, kind = read_fields(entry, overrides, reused)
+            if kind == BYTE and skip_byte:
                 continue
-            if kind == SENTENCEPIECE and size in reused:
-                place = "--reuse-sp-model"
-                fields["reuse_model_path"] = reused[size]
-                unused.discard(size)
-            if kind == SENTENCEPIECE and args.tokenizer_train_docs is not None:
-                fields["tokenizer_train_docs"] = args.tokenizer_train_docs
             spec = make_spec(fields, kind)
             for value in (spec.name, spec.dataset, spec.file):
                 if value in taken:
@@ -180,7 +183,8 @@ def read_specs(args: argparse.Namespace) -> list[Spec]:
                 taken.add(value)
             specs.append(spec)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise ValueError(f"{source}: tokenizer {number}: {error}") from None
+    unused = reused.keys() - {spec.fields.get("vocab_size") for spec in specs if spec.model}
     if unused:
         raise ValueError(f"--reuse-sp-model {min(unused)}: {source} has no such vocab_size, add it")
     if not specs:
@@ -228,25 +232,24 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
 def write_tokenizer(spec: Spec, model: bytes | None, output: Path) -> dict[str, Any]:
     """Write a tokenizer's files to `output` and return its entry in the manifest."""
     path = f"tokenizers/{spec.file}"
-    entry: dict[str, Any] = {"name": spec.name, "kind": spec.kind}
     if model is None:
-        size = 260
         config = {**SPECIAL_IDS, "byte_offset": BYTE_OFFSET, "byte_count": 256}
-        content = {"tokenizer_type": "pure_byte", "config": config, "vocab_size": size}
+        content = {"tokenizer_type": "pure_byte", "config": config, "vocab_size": 260}
         write_json(output / path, content)
-        entry |= {"vocab_size": size, **SPECIAL_IDS, "path": path}
+        facts = {"vocab_size": 260, **SPECIAL_IDS, "path": path}
     else:
         sp = open_model(model, spec.name)
-        size = sp.vocab_size()
-        vocab = "".join(f"{sp.id_to_piece(i)}\t{sp.get_score(i):g}\n" for i in range(size))
+        pieces = ((sp.id_to_piece(i), sp.get_score(i)) for i in range(sp.vocab_size()))
         vocab_path = path.removesuffix(".model") + ".vocab"
         write_file(output / path, model)
-        write_file(output / vocab_path, vocab.encode())
-        entry |= {"vocab_size": size, "bos_id": sp.bos_id(), "eos_id": sp.eos_id()}
-        entry |= {"model_path": path, "vocab_path": vocab_path}
-    entry["recommended_bigram_vocab_size"] = 5 * 128 * math.ceil(size / 128)
-    entry["source_spec"] = spec.fields
-    return entry
+        write_file(
+            output / vocab_path, *(f"{piece}\t{score:g}\n".encode() for piece, score in pieces)
+        )
+        facts = {"vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "eos_id": sp.eos_id()}
+        facts |= {"model_path": path, "vocab_path": vocab_path}
+    bigrams = 5 * 128 * math.ceil(facts["vocab_size"] / 128)
+    facts |= {"recommended_bigram_vocab_size": bigrams, "source_spec": spec.fields}
+    return {"name": spec.name, "kind": spec.kind, **facts}
 
 
 def encode_texts(

@@ -1,6 +1,5 @@
 """data/cached_challenge_fineweb.py: the hub's real client, and a small local server as the hub."""
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -81,10 +80,10 @@ def hub(repository, tmp_path, monkeypatch):
     server.server_close()
 
 
-def download(root, **options) -> None:
+def download(root, **options) -> str:
     defaults = {"variant": "sp1024", "train_shards": None, "with_docs": False}
     defaults |= {"root": root, "skip_manifest": False}
-    cached_challenge_fineweb.download(argparse.Namespace(**{**defaults, **options}))
+    return cached_challenge_fineweb.download(**{**defaults, **options})
 
 
 def start(hub, *args, **environ) -> subprocess.Popen:
@@ -108,13 +107,14 @@ def assert_present(hub, *names) -> None:
 def test_a_run_downloads_what_is_missing(hub):
     """Each run downloads what is missing or truncated. If nothing is, it needs no network."""
     names = [*VAL, MODEL, VOCAB, TRAIN[0]]
-    download(hub.root, train_shards=1)
+    assert download(hub.root, train_shards=1) == f"{hub.root}: 5 files downloaded, 0 were there"
     assert_present(hub, *names)
     assert all((hub.root / name).stat().st_nlink == 2 for name in names)  # one is in the cache
     with open(hub.root / VAL[0], "r+b") as file:
         file.truncate(1500)  # in the cache, too
     hub.loaded.clear()
-    download(hub.root)  # the default, 80, takes all of them
+    summary = download(hub.root)  # the default, 80, takes all of them
+    assert summary == f"{hub.root}: 3 files downloaded, 4 were there"
     assert_present(hub, *names, *TRAIN[1:])
     assert sorted(hub.loaded) == [*TRAIN[1:], VAL[0]]
     hub.shutdown()

@@ -1,6 +1,5 @@
 """data/download_hf_docs_and_tokenize.py: documents become tokenizers, shards and a manifest."""
 
-import argparse
 import bz2
 import functools
 import gzip
@@ -9,7 +8,11 @@ import json
 import lzma
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 
 import check_dataset
@@ -45,7 +48,8 @@ def run(folder, *args, specs=SPECS[:1], docs=None) -> dict:
     """Rebuild folder/docs.jsonl into folder/out, in this process. Returns the manifest."""
     (folder / "specs.json").write_text(json.dumps(specs))
     arguments = ["--output-root", folder / "out", "--tokenizer-config", folder / "specs.json"]
-    arguments += ["--docs", docs or folder / "docs.jsonl", *args]
+    docs = docs if isinstance(docs, list) else [docs or folder / "docs.jsonl"]
+    arguments += ["--docs", *docs, *args]
     rebuild.main([str(argument) for argument in arguments])
     return json.loads((folder / "out" / "manifest.json").read_text())
 
@@ -141,12 +145,10 @@ def test_the_manifest_and_the_byte_dataset(exported):
     assert np.fromfile(shard, "<u2", len(tokens), offset=1024).tolist() == tokens
 
 
-def specs_of(tmp_path, content, **options) -> list:
+def specs_of(tmp_path, content, overrides=None, reused=None, skip_byte=False) -> list:
     path = tmp_path / "specs.json"
     path.write_text(json.dumps(content))
-    defaults = {"vocab_size": None, "tokenizer_train_docs": None, "reuse_sp_model": []}
-    defaults |= {"tokenizer_config": path, "skip_byte": False, "caseops": False}
-    return read_specs(argparse.Namespace(**(defaults | options)))
+    return read_specs(path, overrides or {}, reused or {}, skip_byte)
 
 
 def test_specs_that_players_have_are_accepted(tmp_path):
@@ -171,6 +173,8 @@ def test_bad_specs_are_named(tmp_path):
         "tokenizer 2: .*vocab_sise": [SP, {"vocab_sise": 5}],
         "'tiktoken' is not one of": [{"kind": "tiktoken"}],
         "vocab_size 256 must be 260": [{"kind": "byte", "vocab_size": 256}],
+        "vocab_size 65537 must be 1 to 65536": [{"vocab_size": 65_537}],
+        "vocab_size 0 must be 1 to 65536": [{"vocab_size": 0}],
         "2: fineweb10B_sp512 is another": [SP, {**SP, "name": "n", "model_prefix": "p"}],
     }
     for words, content in bad.items():
@@ -181,11 +185,11 @@ def test_bad_specs_are_named(tmp_path):
 def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
     """A reused model may have fewer pieces than the spec says, but not more."""
     content = [{"kind": "bytes"}, {"kind": "sentencepiece", "reuse_model_path": str(tokenizer)}]
-    (spec,) = specs_of(tmp_path, content, tokenizer_train_docs=7, skip_byte=True)
+    (spec,) = specs_of(tmp_path, content, {"tokenizer_train_docs": 7}, skip_byte=True)
     assert (spec.name, spec.model) == ("sp_bpe_384", tokenizer.read_bytes())
     assert spec.fields == {**content[1], "tokenizer_train_docs": 7}
     with pytest.raises(ValueError, match="384 pieces, more than vocab_size 300"):
-        specs_of(tmp_path, [{"vocab_size": 300}], reuse_sp_model=[(300, str(tokenizer))])
+        specs_of(tmp_path, [{"vocab_size": 300}], reused={300: str(tokenizer)})
 
 
 def test_an_unfinished_rebuild_is_refused(tmp_path, tokenizer, capsys):
@@ -232,6 +236,78 @@ def test_documents_of_plain_text_and_json_lines(tmp_path):
     assert list(rebuild.read_documents(tmp_path / "my.txt")) == ["a ?", "b"]
 
 
+def documents_of(folder, manifest) -> list[str]:
+    """Return the texts in the order of the shards. They are those in the manifest's docs_jsonl."""
+    docs = folder / "out" / manifest["docs_jsonl"]
+    assert manifest["docs_meta"]["docs_sha256"] == hashlib.sha256(docs.read_bytes()).hexdigest()
+    texts = list(rebuild.read_documents(docs))
+    path = folder / "out" / "datasets" / "fineweb10B_byte260"
+    shards = [path / f"fineweb_{split}_000000.bin" for split in ("val", "train")]
+    tokens = [token for shard in shards for token in np.fromfile(shard, "<u2", offset=1024)]
+    assert tokens == [token for text in texts for token in (1, *(b + 4 for b in text.encode()))]
+    return texts
+
+
+def test_a_seed_shuffles_the_documents_before_the_split(tmp_path, capsys):
+    """The order is the same on every platform. Without a seed, a note says what validates."""
+    texts = [f"\u00e9 {number}\n" for number in range(40)]
+    write_documents(tmp_path / "docs.jsonl", texts)
+    seven = run(tmp_path, "--shuffle", "7", specs=SPECS[2:])
+    shuffled = documents_of(tmp_path, seven)
+    assert shuffled[:5] == [texts[i] for i in (5, 35, 12, 19, 15)]
+    assert sorted(shuffled) == sorted(texts) and seven["shuffle_seed"] == 7
+    assert "--shuffle" not in capsys.readouterr().out
+    assert documents_of(tmp_path, run(tmp_path, "--shuffle", "0", specs=SPECS[2:])) != shuffled
+    capsys.readouterr()
+    plain = run(tmp_path, specs=SPECS[2:])
+    assert documents_of(tmp_path, plain) == texts and plain["shuffle_seed"] is None
+    assert "Note: validation is the first 2 documents." in capsys.readouterr().out
+
+
+def test_documents_of_several_files_and_folders(tmp_path):
+    """In the order of --docs, a folder's in the order of their names. A document is in one file."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("b.txt", "a.jsonl", "c.md", ".d.txt"):
+        (folder / name).write_text('{"text": "json"}' if "json" in name else f"from {name}")
+    (tmp_path / "0.txt").write_text("one\n\nand two")
+    docs = [tmp_path / "0.txt", folder]
+    manifest = run(tmp_path, specs=SPECS[2:], docs=docs)
+    texts = ["one\n\nand two", "json", "from b.txt"]
+    assert documents_of(tmp_path, manifest) == texts and manifest["num_docs"] == 3
+    mixed = tmp_path / "out" / manifest["docs_jsonl"]
+    again = run(tmp_path, "--docs", folder, specs=SPECS[2:], docs=mixed)
+    assert documents_of(tmp_path, again) == [*texts, *texts[1:]]
+
+
+def test_bad_names_of_documents(tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("a")
+    empty = failure(tmp_path, docs=tmp_path / "docs")
+    assert empty.startswith(f"error: {tmp_path}/docs has no .txt or .jsonl files: ")
+    missing = failure(tmp_path, docs=[tmp_path / "docs" / "a.md", tmp_path / "b.txt"])
+    assert missing == f"error: {tmp_path}/b.txt does not exist: correct --docs"
+    with pytest.raises(SystemExit, match="--shuffle needs --docs"):
+        rebuild.main(["--output-root", str(tmp_path), "--shuffle", "1"])
+
+
+def test_an_interrupted_rebuild_says_how_to_go_on(tmp_path):
+    """Ctrl-C while it reads a pipe that never ends."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, rebuild.__file__, "--output-root", tmp_path, "--docs", pipe]
+    # A shell's background jobs ignore SIGINT, and their children inherit that.
+    hear = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **hear)
+    with open(pipe, "r+b", buffering=0):
+        while not (tmp_path / "docs_piped").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert errors == "interrupted: run the same command again to start over\n"
+
+
 def test_long_texts_become_lines_for_the_tokenizers_training():
     text = "word " * 2000 + "\n" + "\u4e2d" * 5000 + "\nend"
     sentences = list(sentences_of([text], 4192, True, Counter()))
@@ -240,10 +316,15 @@ def test_long_texts_become_lines_for_the_tokenizers_training():
     assert sentences[0].endswith(" word") and sentences[-1] == "end"
 
 
+COMPRESSED = [
+    ("a.txt", gzip.compress(b"a")), ("a.jsonl", lzma.compress(b"a")), ("a", bz2.compress(b"a")),
+    ("a", b"(\xb5/\xfd$"), ("a", b"PK\3\4"),
+]  # fmt: skip
+
+
 def test_bad_documents_are_named(tmp_path):
     bad = [
-        ("a.txt", gzip.compress(b"a"), "gzip"), ("a.jsonl", lzma.compress(b"a"), "xz"),
-        ("a", bz2.compress(b"a"), "bzip2"), ("a", b"(\xb5/\xfd$", "zstd"), ("a", b"PK\3\4", "zip"),
+        *((name, start + b"a", "is compressed") for name, start in COMPRESSED),
         ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c -f utf-8 -t utf-8 .*a.txt"),
         ("a", b"%PDF-1.4", "extract"), ("a.txt", "caf\u00e9".encode("utf-16"), "convert"),
         ("a.txt", b"", "has 0 documents"),
@@ -260,10 +341,11 @@ def test_errors_are_one_line(tmp_path, capsys):
     message = failure(tmp_path, specs=[{**SP, "trainer_overrides": {"coverage": 1}}], docs=docs)
     assert "sp_bpe_512" in message and "coverage" in message
     assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=docs)
-    assert "--reuse-sp-model: " in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
+    assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
     for sidecar, words in (("[]", "a JSON object"), ('{"docs_val": null}', "get 50000")):
         (tmp_path / SIDECAR).write_text(sidecar)
         assert words in failure(tmp_path, docs=docs)
-    with pytest.raises(SystemExit):
-        run(tmp_path, "--reuse-sp-model", "my.model")
-    assert "--reuse-sp-model: 'my.model' must be VOCAB_SIZE=MODEL" in capsys.readouterr().err
+    for half in ("my.model", "384=", "=my.model", "x=my.model"):
+        with pytest.raises(SystemExit):
+            run(tmp_path, "--reuse-sp-model", half)
+        assert f"--reuse-sp-model: '{half}' must be VOCAB_SIZE=MODEL" in capsys.readouterr().err
