@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 import shutil
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -133,6 +134,75 @@ def test_the_loss_is_that_of_a_plain_version(patched, lora_knobs, tied):
     assert learned < alone - 0.1
 
 
+def plain_phase(gpt: GPT, documents: list[Tensor], lr: float) -> None:
+    """Train all weights by SGD in steps of two rows of T tokens, without an optimizer."""
+    tokens = torch.cat([*(document[:-1] for document in documents), documents[-1][-1:]]).long()
+    rows = [tokens[i : i + T + 1] for i in range(0, len(tokens) - T, T)]
+    steps = [torch.stack(rows[i : i + 2]) for i in range(0, len(rows), 2)]
+    params = list(gpt.parameters())
+    momenta = [torch.zeros_like(param) for param in params]
+    for i, batch in enumerate(steps):
+        grads = torch.autograd.grad(gpt(batch[:, :-1], batch[:, 1:]), params)
+        norm = sum(grad.square().sum() for grad in grads).sqrt()
+        factor = 0.5 + 0.5 * torch.cos(torch.tensor(torch.pi * i / (len(steps) - 1)))
+        for param, momentum, grad in zip(params, momenta, grads, strict=True):
+            momentum.mul_(0.9).add_(grad / norm.clamp(min=1))
+            param.data -= lr * factor * momentum
+
+
+@pytest.mark.parametrize("tied", ["1", "0"])
+def test_phases_are_those_of_a_plain_version(patched, lora_knobs, tied, monkeypatch):
+    """Two documents, three steps of all weights, a document, four steps, two documents."""
+    monkeypatch.setattr(patched, "LORA_PHASE_TOKENS", 2 * T)
+    gpt = random_model(patched, {**lora_knobs, "TIE_EMBEDDINGS": tied})
+    tokens = random_tokens([40, 50, 30, 6, 9])
+    documents = sorted(split(tokens), key=len, reverse=True)
+    phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_phase_lr": 0.01}
+    losses = []
+    for size in (1, 2):  # a phase ends with a group
+        losses.append(loss_of(patched, gpt, tokens, lora_documents=size, **phases))
+    constant = loss_of(patched, gpt, tokens, **{**phases, "lora_phase_lr": 0.0})
+    assert constant == loss_of(patched, gpt, tokens)
+    plain, total = copy.deepcopy(gpt), 0.0
+    for first, end in ((0, 2), (2, 4), (4, 5)):
+        if first > 0:
+            plain_phase(plain, documents[:first], 0.01)
+        part = documents[first:end]
+        total += plain_loss(patched, plain, part, 5e-4) * sum(len(d) - 1 for d in part)
+    assert losses == pytest.approx([total / (len(tokens) - 1)] * 2, abs=1e-5)
+    assert abs(losses[0] - constant) > 0.01
+
+
+def test_a_phase_trains_only_on_scored_documents(patched, gpt, monkeypatch):
+    """So what comes later changes no earlier score by a single bit."""
+    calls, sums = [], []
+
+    def score_documents(model, adapters, documents, hp, score=patched.score_documents):
+        sums.append(score(model, adapters, documents, hp).item())
+        calls.append(("score", [document.tolist() for document in documents]))
+        return sums[-1]
+
+    def train_on_documents(gpt, model, documents, *args, train=patched.train_on_documents):
+        calls.append(("train", [document.tolist() for document in documents]))
+        train(gpt, model, documents, *args)
+
+    monkeypatch.setattr(patched, "score_documents", score_documents)
+    monkeypatch.setattr(patched, "train_on_documents", train_on_documents)
+    tokens = random_tokens([40, 30, 20, 10, 5])
+    phases = {"lora_phases": 9, "lora_phase_documents": 1, "lora_documents": 1}
+    loss_of(patched, gpt, tokens, **phases, lora_phase_lr=0.1)
+    assert [name for name, _ in calls] == ["score", *4 * ["train", "score"]]
+    scored = []
+    for name, documents in calls:
+        assert name == "score" or documents == scored
+        scored += documents if name == "score" else []
+    tokens[71:80] = 13  # in the third document
+    first, sums[:] = sums[:], []
+    loss_of(patched, gpt, tokens, **phases, lora_phase_lr=0.1)
+    changed = [a != b for a, b in zip(first, sums, strict=True)]
+    assert changed == [False, False, True, True, True]
+
+
 def test_a_split_may_begin_and_end_within_a_document(patched, gpt):
     """Or have no BOS, and then it is one document."""
     tokens = random_tokens([10, 30])[4:27]
@@ -202,7 +272,7 @@ def test_a_knob_chooses_between_the_two_recipes(tmp_path, patched, gpt, lora_kno
 
 @pytest.mark.recipes
 def test_a_compiled_model_has_the_same_loss(patched, gpt, monkeypatch):
-    """Few graphs are compiled, and none for the second group."""
+    """Few graphs are compiled, none for the second group, and one for all phases."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     runtime = replace(ALONE, compiled=True)
     model = patched.wrap(gpt, runtime)
@@ -212,6 +282,10 @@ def test_a_compiled_model_has_the_same_loss(patched, gpt, monkeypatch):
     compiled = patched.lora_ttt(model, tokens, gpt.hp, runtime)
     assert compiled == pytest.approx(loss_of(patched, gpt, tokens), abs=1e-5)
     assert counters["stats"]["unique_graphs"] == before + 3
+    phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_documents": 2}
+    compiled = patched.lora_ttt(model, tokens, replace(gpt.hp, **phases), runtime)
+    assert compiled == pytest.approx(loss_of(patched, gpt, tokens, **phases), abs=1e-5)
+    assert counters["stats"]["unique_graphs"] == before + 3 + 4
 
 
 @pytest.mark.recipes
@@ -232,3 +306,20 @@ def test_score_scores_whole_documents_on_one_rank_and_on_two(tmp_path, patched, 
     first, second = run_ranks(tmp_path / "two", environ, 2, [score.__file__, *arguments])
     assert scores(finished(first)[-1])[0] == pytest.approx(expected, abs=1e-5)
     assert second.returncode == 0
+
+
+def test_phases_are_equal_on_one_rank_and_on_two(tmp_path, patched, gpt, lora_knobs):
+    """Which train on three rows each, and then on four and three."""
+    write_shard(tmp_path / "fineweb_val_000000.bin", random_tokens([50, 49, 10, 3, 9]).numpy())
+    weights = tmp_path / "final_model.pt"
+    torch.save(gpt.state_dict(), weights)
+    environ = {**lora_knobs, "DATA_PATH": str(tmp_path)}
+    environ |= {"LORA_DOCUMENTS": "2", "LORA_PHASES": "2", "LORA_PHASE_DOCUMENTS": "2"}
+    command = [score.__file__, weights, "--script", patched.__file__]
+    losses = []
+    for ranks, lr in ((1, "0.1"), (2, "0.1"), (1, "0")):
+        results = run_ranks(tmp_path / "run", {**environ, "LORA_PHASE_LR": lr}, ranks, command)
+        assert all(result.returncode == 0 for result in results), results
+        losses += [float(re.findall(r"score_exact val_loss:(\S+)", results[0].stdout)[0])]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert abs(losses[0] - losses[2]) > 0.001

@@ -37,10 +37,11 @@ RECIPES = ROOT / "tests" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 STACK = ["int6", "ema", "xsa", "leaky_relu", "muon_weight_decay"]
 BEST = "bigram_hash smear_gate value_residual xsa ema muoneq_r leaky_relu muon_weight_decay".split()
-RECORD, RECORD_1493 = (  # as `git apply` takes them
+RECORD, RECORD_1493, RECORD_1855 = (  # as `git apply` takes them
     [Path(patch).stem for patch in (RECIPES / name).read_text().split()]
-    for name in ("record.txt", "record1493.txt")
+    for name in ("record.txt", "record1493.txt", "record1855.txt")
 )
+ALL_RECORDS = list(dict.fromkeys([*RECORD_1493, *RECORD_1855]))
 # Pairs that change the same lines.
 EXCLUSIVE = [
     ("ema", "swa"),
@@ -95,6 +96,9 @@ def knobs_of(knobs: dict[str, str], names: list[str]) -> dict[str, str]:
         environ |= {"PRESET": "record", "EVAL_STRIDE": "16"}
     if set(names) >= set(RECORD_1493):
         environ |= {"PRESET": "record1493", "LOOP_FIRST": "1", "LOOP_LAYERS": "1"}
+    if set(names) >= set(RECORD_1855):
+        environ |= {"PRESET": "record1855", "PARALLEL_LAYERS": "1", "EVAL_STRIDE": "0"}
+        environ |= {"LOOP_FIRST": "0", "LOOP_LAYERS": "1", "LORA_PHASE_DOCUMENTS": "2"}
     return environ
 
 
@@ -153,6 +157,7 @@ def train_losses(lines: list[str]) -> list[float]:
         pytest.param(BEST, id="best", marks=pytest.mark.recipes),
         pytest.param(RECORD, id="all_of_record", marks=pytest.mark.recipes),
         pytest.param(RECORD_1493, id="all_of_record1493", marks=pytest.mark.recipes),
+        pytest.param(RECORD_1855, id="all_of_record1855", marks=pytest.mark.recipes),
         *(pytest.param([name], id=name, marks=pytest.mark.recipes) for name in NAMES),
     ],
 )
@@ -246,33 +251,41 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
     assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {5}
 
 
-def test_the_records_are_the_published_models(tmp_path, monkeypatch):
-    module = load(patch_script(tmp_path, RECORD_1493), monkeypatch)
-    for preset, num_params, encoder, decoder in (
+@pytest.mark.parametrize(
+    "preset, num_params, encoder, decoder",
+    [
         ("record", 35_943_512, [0, 1, 2, 3, 4, 5, 4], [5, 4, 5, 6, 7, 8, 9, 10]),
         ("record1493", 35_944_536, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
-    ):
-        with torch.device("meta"):
-            gpt = module.GPT(module.Hyperparameters.from_env({"PRESET": preset}))
-        assert sum(param.numel() for param in gpt.parameters()) == num_params
-        assert gpt.order[: gpt.num_encoder_layers] == encoder
-        assert gpt.order[gpt.num_encoder_layers :] == decoder
+        ("record1855", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
+    ],
+)
+def test_a_record_is_the_published_model(
+    tmp_path, preset, num_params, encoder, decoder, monkeypatch
+):
+    """With its own recipes. record1855 has 48 parameters less than published, which do nothing."""
+    names = (RECIPES / f"{preset}.txt").read_text().split()
+    module = load(patch_script(tmp_path, [Path(name).stem for name in names]), monkeypatch)
+    with torch.device("meta"):
+        gpt = module.GPT(module.Hyperparameters.from_env({"PRESET": preset}))
+    assert sum(param.numel() for param in gpt.parameters()) == num_params
+    assert gpt.order[: gpt.num_encoder_layers] == encoder
+    assert gpt.order[gpt.num_encoder_layers :] == decoder
+    assert {knob.lower() for knob in module.PRESETS[preset]} <= {*vars(gpt.hp)}
     with pytest.raises(module.InputError, match="LOOP_FIRST=11 must be below NUM_LAYERS"):
-        module.Hyperparameters.from_env({"PRESET": "record", "LOOP_FIRST": "11"})
+        module.Hyperparameters.from_env({"PRESET": preset, "LOOP_FIRST": "11"})
 
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_record_names_the_missing_recipes(tmp_path, first, monkeypatch):
-    missing = RECORD_1493[first::2]
-    names = [name for name in RECORD_1493 if name not in missing]
+    missing = ALL_RECORDS[first::2]
+    names = [name for name in ALL_RECORDS if name not in missing]
     module = load(patch_script(tmp_path, names), monkeypatch)
-    with pytest.raises(module.InputError) as error:
-        module.Hyperparameters.from_env({"PRESET": "record1493"})
-    assert re.findall(r"(\w+)\.patch", str(error.value)) == missing
-    with pytest.raises(module.InputError) as error:
-        module.Hyperparameters.from_env({"PRESET": "record"})
-    in_record = [name for name in missing if name in RECORD]
-    assert re.findall(r"(\w+)\.patch", str(error.value)) == in_record
+    records = {"record": RECORD, "record1493": RECORD_1493, "record1855": RECORD_1855}
+    for preset, recipes in records.items():
+        with pytest.raises(module.InputError) as error:
+            module.Hyperparameters.from_env({"PRESET": preset})
+        needed = [name for name in recipes if name in missing]
+        assert re.findall(r"(\w+)\.patch", str(error.value)) == needed
 
 
 def test_the_record_trains(tmp_path, knobs, monkeypatch):
