@@ -291,6 +291,15 @@ def test_documents_of_several_files_and_folders(tmp_path):
     assert documents_of(tmp_path, again) == [*texts, *texts[1:]]
 
 
+def test_documents_from_two_pipes(tmp_path):
+    pipes = [tmp_path / "a", tmp_path / "b"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+        threading.Thread(target=pipe.write_text, args=(f"from {pipe.name}",), daemon=True).start()
+    manifest = run(tmp_path, specs=SPECS[2:], docs=pipes)
+    assert documents_of(tmp_path, manifest) == ["from a", "from b"]
+
+
 def test_bad_names_of_documents(tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").write_text("a")
