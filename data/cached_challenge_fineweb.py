@@ -120,7 +120,7 @@ def download(
     paths = tokenizer + tokens + ([files.DOCS, files.SIDECAR] if with_docs else [])
     missing = [path for path in paths if not is_whole(root / path)]
     for path in sorted({*tokenizer} - {*missing}):
-        print(f"{root / path} is kept: delete it to get the hub's", file=sys.stderr)
+        print(f"{root / path} was there and is kept: delete it to get the hub's", file=sys.stderr)
     if missing:
         download_files(missing, root)
     return f"{root}: {len(missing)} files downloaded, {len(paths) - len(missing)} were there"
@@ -145,7 +145,7 @@ def main() -> None:
         code, message = 130, "interrupted: run the same command again to continue"
     except (OSError, ValueError, RuntimeError) as error:
         code, message = 1, str(error)
-    print(f"cached_challenge_fineweb.py: {message}", file=sys.stderr, flush=True)
+    print(f"cached_challenge_fineweb.py: {message}", file=sys.stderr)
     os._exit(code)  # at once, without waiting for threads that still download
 
 

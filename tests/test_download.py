@@ -143,7 +143,7 @@ def test_an_existing_tokenizer_is_kept(hub, capsys):
     for _ in range(2):
         download(hub.root, train_shards=0)
         assert own.read_bytes() == b"a model of one's own"
-        assert capsys.readouterr().err.count(f"{own} is kept") == 1
+        assert capsys.readouterr().err.count(f"{own} was there and is kept") == 1
 
 
 def test_damaged_and_missing_files_on_the_hub(hub):
@@ -180,3 +180,10 @@ def test_a_wrong_repository_is_one_error(hub, tmp_path):
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and len(errors.splitlines()) == 1, errors
     assert "no/body" in errors and hub.url in errors and "MATCHED_FINEWEB_REPO_ID" in errors
+
+
+def test_a_missing_package_is_one_error(hub, tmp_path):
+    (tmp_path / "huggingface_hub.py").write_text("raise ImportError('No module named x')")
+    process = start(hub, PYTHONPATH=str(tmp_path))
+    _, errors = process.communicate(timeout=120)
+    assert errors == "No module named x: pip install -r data/requirements.txt\n"

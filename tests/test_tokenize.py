@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from conftest import ROOT, TEXTS, train_tokenizer
-from tokenizer_tools import encode_texts, read_specs, sentences_of
+from tokenizer_tools import encode_texts, open_model, read_specs, sentences_of
 
 ODD_TEXTS = [
     "", " ", "  two leading", "trailing ", "a  doubled   space", "a\ttab\nand\r\na line ", "\n\n",
@@ -125,7 +125,7 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
 
 
 def test_the_manifest_and_the_byte_dataset(exported):
-    """The manifest has the keys that other tools read. A byte's token is the byte plus 4."""
+    """They have the keys that other tools read. A byte's token is the byte plus 4."""
     manifest = json.loads((exported / "manifest.json").read_text())
     stats = manifest["datasets"][0].pop("stats")
     assert (stats["docs_val"], stats["docs_train"]) == (4, 48)
@@ -140,6 +140,10 @@ def test_the_manifest_and_the_byte_dataset(exported):
         "train_glob": "datasets/fineweb10B_sp384/fineweb_train_*.bin",
         "val_glob": "datasets/fineweb10B_sp384/fineweb_val_*.bin",
     }  # fmt: skip
+    config = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "byte_offset": 4}
+    config = {"config": config | {"byte_count": 256}, "vocab_size": 260}
+    tokenizer = json.loads((exported / "tokenizers/fineweb_pure_byte_260.json").read_text())
+    assert tokenizer == {"tokenizer_type": "pure_byte", **config}
     tokens = [1, *(byte + 4 for byte in TEXTS[4].encode())]
     shard = exported / "datasets/fineweb10B_byte260/fineweb_train_000000.bin"
     assert np.fromfile(shard, "<u2", len(tokens), offset=1024).tolist() == tokens
@@ -190,6 +194,13 @@ def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
     assert spec.fields == {**content[1], "tokenizer_train_docs": 7}
     with pytest.raises(ValueError, match="384 pieces, more than vocab_size 300"):
         specs_of(tmp_path, [{"vocab_size": 300}], reused={300: str(tokenizer)})
+
+
+def test_a_model_of_more_pieces_than_a_token_can_name_is_refused():
+    symbols = [f"<{number}>" for number in range(65_200)]
+    model = train_tokenizer(user_defined_symbols=symbols, vocab_size=65_600)
+    with pytest.raises(ValueError, match="big has 65600 pieces: use one of at most 65536"):
+        open_model(model, "big")
 
 
 def test_an_unfinished_rebuild_is_refused(tmp_path, tokenizer, capsys):
@@ -278,6 +289,15 @@ def test_documents_of_several_files_and_folders(tmp_path):
     mixed = tmp_path / "out" / manifest["docs_jsonl"]
     again = run(tmp_path, "--docs", folder, specs=SPECS[2:], docs=mixed)
     assert documents_of(tmp_path, again) == [*texts, *texts[1:]]
+
+
+def test_documents_from_two_pipes(tmp_path):
+    pipes = [tmp_path / "a", tmp_path / "b"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+        threading.Thread(target=pipe.write_text, args=(f"from {pipe.name}",), daemon=True).start()
+    manifest = run(tmp_path, specs=SPECS[2:], docs=pipes)
+    assert documents_of(tmp_path, manifest) == ["from a", "from b"]
 
 
 def test_bad_names_of_documents(tmp_path, capsys):
