@@ -79,9 +79,12 @@ def loss_of(patched: ModuleType, gpt: GPT, tokens: Tensor, runtime=ALONE, **chan
     return patched.lora_ttt(gpt, tokens, replace(gpt.hp, **changes), runtime)
 
 
-def plain_loss(patched: ModuleType, gpt: GPT, documents: list[Tensor], lr: float) -> float:
+def plain_loss(
+    patched: ModuleType, gpt: GPT, documents: list[Tensor], lr: float, keep: bool = False
+) -> float:
     """What the recipe's loss should be: one document at a time, in the unpatched model with dense
-    matrices W + B @ A, and AdamW by hand. Only the first A are the recipe's own."""
+    matrices W + B @ A, and AdamW by hand. Only the first A are the recipe's own. keep: a later
+    document starts with the A of the one before."""
     hp = gpt.hp
     # A tied output is a copy of the embedding, which the adapters do not change.
     weights = {"lm_head.weight": gpt.tok_emb.weight, **gpt.state_dict()}
@@ -94,10 +97,12 @@ def plain_loss(patched: ModuleType, gpt: GPT, documents: list[Tensor], lr: float
     assert len(names) == 6 * hp.num_layers + 1
     adapted = copy.deepcopy(gpt)
     patched.add_lora(adapted, 1)
-    first = {name: adapted.get_submodule(name.removesuffix(".weight")).A[0] for name in names}
+    layers = {name: adapted.get_submodule(name.removesuffix(".weight")) for name in names}
+    first = {name: layer.A[0].detach() for name, layer in layers.items()}
+    scale = 144 / hp.lora_rank if hp.lora_keep else 1
     total, count = 0.0, 0
     for document in documents:
-        A = {name: a.detach().clone() for name, a in first.items()}
+        A = first if keep else {name: a.detach().clone() for name, a in first.items()}
         B = {name: torch.zeros(len(weights[name]), hp.lora_rank) for name in names}
         squares = {name: (torch.zeros_like(A[name]), torch.zeros_like(B[name])) for name in names}
         num_targets = len(document) - 1
@@ -105,13 +110,18 @@ def plain_loss(patched: ModuleType, gpt: GPT, documents: list[Tensor], lr: float
         for step, start in enumerate(range(0, num_targets, CHUNK), start=1):
             end = min(start + CHUNK, num_targets)
             window = document[max(start + CHUNK - T, 0) : end + 1][None].long()
-            dense = {name: (weights[name] + B[name] @ A[name]).requires_grad_() for name in names}
+            dense = {
+                name: (weights[name] + scale * B[name] @ A[name]).requires_grad_() for name in names
+            }
             arguments = (window[:, :-1], window[:, 1:], "none")
             losses = torch.func.functional_call(model, {**weights, **dense}, arguments)
             loss = losses[0, start - end :].sum()
             total += loss.item()
+            if end == num_targets:
+                break
             grads = torch.autograd.grad(loss / CHUNK, list(dense.values()))
             for name, grad in zip(names, grads, strict=True):
+                grad = scale * grad
                 pairs = (A[name], B[name].T @ grad), (B[name], grad @ A[name].T)
                 for (param, g), square in zip(pairs, squares[name], strict=True):
                     square.mul_(0.99).add_(0.01 * g * g)
@@ -235,6 +245,27 @@ def test_neither_groups_nor_ranks_change_the_loss(patched, gpt):
         losses = [loss_of(patched, gpt, tokens, rank, lora_documents=size) for rank in ranks]
         assert sum(losses) / 2 == pytest.approx(expected, abs=1e-5)
         assert all(loss > 0 for loss in losses)
+
+
+def test_kept_adapters_are_those_of_a_plain_version(patched, lora_knobs):
+    """Each of two slots has its own, on one rank and on two."""
+    gpt = random_model(patched, {**lora_knobs, "LORA_KEEP": "1"})
+    tokens = random_tokens([40, 39, 38, 37, 36])
+    documents = sorted(split(tokens), key=len, reverse=True)
+    knobs = {"lora_documents": 1, "batch_slots": 2}
+    whole = loss_of(patched, gpt, tokens, **knobs)
+    # Phases of learning rate 0: a slot's groups must not depend on where a phase begins.
+    knobs |= {"lora_phases": 4, "lora_phase_documents": 1, "lora_phase_lr": 0.0}
+    assert loss_of(patched, gpt, tokens, **knobs) == whole
+    for rank in (0, 1):
+        part = documents[rank::2]
+        share = sum(len(document) - 1 for document in part) / (len(tokens) - 1)
+        kept, own = (share * plain_loss(patched, gpt, part, 5e-4, keep) for keep in (True, False))
+        loss = loss_of(patched, gpt, tokens, replace(ALONE, rank=rank, world_size=2), **knobs)
+        assert loss / 2 == pytest.approx(kept, abs=1e-5)
+        assert abs(kept - own) > 1e-4
+        whole -= kept
+    assert abs(whole) < 1e-5
 
 
 def test_the_model_stays_as_it_is(patched, gpt):
