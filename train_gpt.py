@@ -647,15 +647,15 @@ class Log:
     def open(self, hp: Hyperparameters, source: bytes) -> None:
         """Call this late, so that an input error leaves no file."""
         path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
+        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
+        gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            print(source.decode(), "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
         except OSError as error:
             raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
         self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
-        print(source.decode(), "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
         for line in (str(path), *self.waiting):
             self(line)
 
@@ -1087,7 +1087,8 @@ def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
     """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
     model: nn.Module = gpt
     if runtime.compiled:
-        torch._dynamo.config.recompile_limit = 256  # for recipes that switch layers on and off
+        # Recipes that switch layers on and off need more graphs than the default limit.
+        torch._dynamo.config.recompile_limit = 256
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
     if dist.is_initialized():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -1341,10 +1342,7 @@ def finish(state: TrainingState) -> tuple[bytes, str, bool]:
         weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
         write_file(Path(hp.output_dir, "final_model.pt"), weights, log)
         artifact, report = export(state.gpt, hp, state.runtime)
-        path = Path(hp.output_dir, "final_model.int8.ptz")
-        is_safe = write_file(path, artifact, log)
-        if is_safe:
-            artifact = path.read_bytes()
+        is_safe = write_file(Path(hp.output_dir, "final_model.int8.ptz"), artifact, log)
     set_signal_action(signal.SIG_DFL)  # nothing can be lost: a signal now ends the run at once
     if state.signum:
         signal.raise_signal(state.signum)
@@ -1461,6 +1459,8 @@ def run() -> int:
 
 def leave(job: Callable[[], int]) -> NoReturn:
     """Run a job and exit with its code, or with 1 after an error. Also for tools."""
+    with contextlib.suppress(AttributeError):  # if stdout is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters it cannot show
     try:
         code = job()
         if dist.is_initialized():
@@ -1491,5 +1491,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters it cannot show
     main()

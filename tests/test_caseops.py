@@ -9,10 +9,10 @@ import demo_corpus
 import download_hf_docs_and_tokenize as rebuild
 import numpy as np
 import pytest
-from conftest import TEXTS, train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
+from texts import TEXTS, train_tokenizer
 from tokenizer_tools import encode_texts
 
 import train_gpt

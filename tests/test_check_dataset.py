@@ -7,7 +7,7 @@ import check_dataset
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
+from texts import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
 
 VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000000.bin"
 

@@ -1,5 +1,6 @@
 """A stopped or killed run resumes from its checkpoint and ends with the same bits."""
 
+import os
 import re
 import shutil
 import signal
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from runs import (
     ALONE,
     WORKER,
     failed,
@@ -174,12 +175,23 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
 
 
 # ---- several ranks -------------------------------------------------------------------------------
+def signal_one_rank() -> None:
+    """Rank 1 gets SIGINT in step 3."""
+
+    def train_step(state, train_step=train_gpt.train_step):
+        if state.step == 2 and state.runtime.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return train_step(state)
+
+    train_gpt.train_step = train_step
+
+
 def test_a_signal_to_one_rank_stops_all_and_they_resume_to_the_same_bits(tmp_path, long_knobs):
     """The order in which DDP adds gradients changes after the first step of a process."""
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     environ = {**long_knobs, "ITERATIONS": "5"}
     finished(run_ranks(whole, environ, 4)[0])
-    stopped = run_ranks(rest, environ, 4, [WORKER, "signal_one_rank"])
+    stopped = run_ranks(rest, environ, 4, edit=signal_one_rank)
     assert [rank.returncode for rank in stopped] == [130, 130, 130, 130]
     assert stopped[0].stdout.splitlines()[-1].startswith("stopped: signal:2 step:3/5: ")
     lines = finished(run_ranks(rest, {**environ, "RESUME": "auto"}, 4)[0])

@@ -9,9 +9,9 @@ from pathlib import Path
 import compare_runs
 import numpy as np
 import pytest
-from conftest import ROOT, finished, run_here, scores
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from runs import ROOT, finished, run_here, scores
 from scipy import stats
 
 # A script that has lines like those of a log.

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, process_environ
+from runs import ROOT, process_environ
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train_gpt import attend, attention_backends

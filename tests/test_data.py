@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from conftest import write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import write_shard
 
 from train_gpt import DistributedTokenLoader, InputError, TokenStream, load_data_shard
 

@@ -6,9 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import finished, run_here
-from test_lora_ttt import random_model
-from test_recipes import load, patch_script
+from runs import finished, run_here
+from scripts import load, patch_script, random_model
 from torch import Tensor
 
 import train_gpt

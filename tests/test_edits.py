@@ -9,16 +9,8 @@ import sys
 
 import pytest
 import torch
-from conftest import (
-    ALONE,
-    ROOT,
-    SCRIPT,
-    WORKER,
-    failed,
-    process_environ,
-    run_ranks,
-)
 from edits import EDITS, TOGETHER, edit_script
+from runs import ALONE, ROOT, SCRIPT, failed, process_environ, run_ranks
 from torch import nn
 
 import train_gpt
@@ -30,9 +22,21 @@ def hp(knobs, tmp_path) -> Hyperparameters:
     return Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(tmp_path)})
 
 
+def dead_parameters() -> None:
+    """The MLP has parameters that the loss does not depend on."""
+
+    class DeadMLP(train_gpt.MLP):
+        def __init__(self, hp: train_gpt.Hyperparameters) -> None:
+            super().__init__(hp)
+            self.dead = torch.nn.Parameter(torch.zeros(3))
+            self.dead_matrix = torch.nn.Parameter(torch.zeros(3, 4))
+
+    train_gpt.MLP = DeadMLP
+
+
 def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs):
     """Before DistributedDataParallel refuses a second step."""
-    for result in run_ranks(tmp_path, knobs, 2, [WORKER, "dead_parameters"]):
+    for result in run_ranks(tmp_path, knobs, 2, edit=dead_parameters):
         assert failed(result, "blocks.0.mlp.dead got no gradient")
 
 
@@ -90,7 +94,10 @@ def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(hp, monk
 @pytest.mark.baseline
 @pytest.mark.parametrize("names", [TOGETHER, *([name] for name in EDITS)], ids=" ".join)
 def test_the_edits_fit_the_script(names):
-    ast.parse(edit_script(SCRIPT.read_text(), names))
+    """Each changes the code, not only a comment, and leaves it valid."""
+    source = SCRIPT.read_text()
+    before, after = (ast.dump(ast.parse(text)) for text in (source, edit_script(source, names)))
+    assert after != before
 
 
 @pytest.mark.baseline

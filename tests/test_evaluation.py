@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from conftest import (
-    ALONE,
-    TEXTS,
-    VOCAB_SIZE,
-    finished,
-    run_here,
-    train_tokenizer,
-    write_shard,
-)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from runs import ALONE, finished, run_here
+from scripts import randomize
+from texts import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters, InputError, Validation
@@ -76,16 +70,6 @@ def small(tmp_path, tokenizer) -> Hyperparameters:
     )  # fmt: skip
 
 
-def noisy_model(hp: Hyperparameters) -> GPT:
-    """A model with noise on all weights."""
-    torch.manual_seed(0)
-    gpt = GPT(hp, torch.float32)
-    with torch.no_grad():
-        for param in gpt.parameters():
-            param.add_(0.1 * torch.randn_like(param))
-    return gpt
-
-
 def test_a_tokenizer_of_another_size_is_an_error_that_names_its_path_first(small):
     with pytest.raises(InputError, match=f"^TOKENIZER_PATH.*or VOCAB_SIZE={VOCAB_SIZE}$"):
         Validation(replace(small, vocab_size=1024))
@@ -132,7 +116,7 @@ def test_too_few_tokens_and_foreign_tokens(small, tmp_path):
 def test_each_target_is_scored_once_in_the_first_window_that_contains_it(small, stride):
     """The reference scores token by token. For any number of ranks and windows in a batch. With a
     stride of 16 windows are side by side."""
-    gpt, tokens = noisy_model(small), Validation(small).tokens
+    gpt, tokens = randomize(GPT(small, torch.float32)), Validation(small).tokens
     ids = tokens.to(torch.int64)
     ends = [16, *range(16 + stride, 96, stride), 96]  # of windows, in targets
     expected = 0.0
@@ -155,7 +139,7 @@ def test_each_target_is_scored_once_in_the_first_window_that_contains_it(small, 
 def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small, stride):
     """Another shape would be compiled. Six or seventeen windows are no multiple of four."""
     hp = replace(small, val_batch_size=8 * 16 * 4)
-    gpt = noisy_model(hp)
+    gpt = randomize(GPT(hp, torch.float32))
     calls = set()
 
     def watch(model: torch.nn.Module, arguments: tuple) -> None:
@@ -174,7 +158,7 @@ def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small, strid
 def test_the_final_score_has_the_stride_of_its_knob(small, stride):
     """0: windows side by side."""
     hp = replace(small, eval_stride=stride, max_val_tokens=50)
-    gpt, validation = noisy_model(hp), Validation(hp)
+    gpt, validation = randomize(GPT(hp, torch.float32)), Validation(hp)
     loss = train_gpt.evaluate(gpt, validation.tokens, stride or 16, hp, ALONE)
     assert train_gpt.final_loss(gpt, validation, ALONE) == loss
     bpb = validation.bits_per_byte(loss)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, Lines, run_here
+from runs import ALONE, Lines, run_here
 
 import train_gpt
 from train_gpt import (

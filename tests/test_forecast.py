@@ -5,8 +5,8 @@ import os
 import forecast
 import pack
 import pytest
-from conftest import SCRIPT
-from test_recipes import RECORD, RECORD_1493, patch_script
+from runs import SCRIPT
+from scripts import RECORD, RECORD_1493, patch_script
 
 
 @pytest.fixture

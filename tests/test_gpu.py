@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run_script, write_shard
+from runs import SCRIPT, launch_command, start
+from texts import write_shard
 from torch import Tensor
 
 import train_gpt
@@ -91,10 +92,11 @@ def run_on_gpus(folder: Path, knobs: dict[str, str], ranks: int) -> list[float]:
     kept = ("CUDA_", "NCCL_", "LD_PRELOAD", "TORCHINDUCTOR_", "TRITON_")
     environ = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     environ |= {**knobs, "DEVICE": "cuda", "DTYPE": "fp32", "COMPILE": "1"}
-    result = run_script(folder, environ, ranks)
-    assert result.returncode == 0, result.stderr
-    assert ("replicas:identical" in result.stdout) == (ranks > 1)
-    values = re.findall(r"(?:train|val)_(?:loss|bpb):(\d+\.\d+)", result.stdout)
+    process = start(folder, environ, [*launch_command(ranks), SCRIPT])
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, (folder / "stderr.txt").read_text()
+    assert ("replicas:identical" in output) == (ranks > 1)
+    values = re.findall(r"(?:train|val)_(?:loss|bpb):(\d+\.\d+)", output)
     assert len(values) == 6 + 2 * 3 + 2 * 2  # steps, validations, the score twice
     return [float(value) for value in values]
 

@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from conftest import SCRIPT, finished, run_here, same_models
+from runs import SCRIPT, finished, run_here, same_models
 
 from train_gpt import PRESETS, Hyperparameters, InputError
 

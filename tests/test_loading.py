@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import score
 import torch
-from conftest import ALONE, SCRIPT, failed, run_here, run_ranks, scores
+from runs import ALONE, SCRIPT, failed, run_here, run_ranks, scores
 
 import train_gpt
 from train_gpt import (

@@ -10,8 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import score
 import torch
-from conftest import ALONE, Lines, finished, run_here, run_ranks, scores, write_shard
-from test_recipes import load, patch_script
+from runs import ALONE, Lines, finished, run_here, run_ranks, scores
+from scripts import load, patch_script, random_model
+from texts import write_shard
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -38,15 +39,6 @@ SMALL = (
 def patched(tmp_path_factory) -> ModuleType:
     with pytest.MonkeyPatch.context() as monkeypatch:
         yield load(patch_script(tmp_path_factory.mktemp("lora"), ["lora_ttt"]), monkeypatch)
-
-
-def random_model(script: ModuleType, environ: dict[str, str], dtype=torch.float32) -> GPT:
-    """A model without the zeros of the initial weights."""
-    gpt = script.GPT(script.Hyperparameters.from_env(environ), dtype)
-    torch.manual_seed(0)
-    for name, param in gpt.named_parameters():
-        nn.init.normal_(param, std=0.5 if "tok_emb" in name or param.ndim < 2 else 0.2)
-    return gpt
 
 
 @pytest.fixture

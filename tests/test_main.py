@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
+from runs import (
     ALONE,
     SCRIPT,
-    WORKER,
     Lines,
     failed,
     finished,
@@ -92,7 +91,7 @@ def single(tmp_path_factory, knobs) -> tuple[Path, str, int]:
     """Folder, log and exit code of a run in its own process, whose stdout is closed after the first
     line, as by `| head -1`."""
     folder = tmp_path_factory.mktemp("single")
-    process = start(folder, knobs, [sys.executable, WORKER])
+    process = start(folder, knobs, [sys.executable, SCRIPT])
     assert process.stdout.readline() == "logs/test.txt\n"
     process.stdout.close()
     code = process.wait(timeout=240)
@@ -113,6 +112,14 @@ def test_help_into_head_is_no_error(tmp_path):
     command = f"{shlex.quote(sys.executable)} {SCRIPT} --help | head -1"
     result = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
     assert result.stderr == "" and len(result.stdout.splitlines()) == 1
+
+
+def test_a_closed_stdout_is_no_error(tmp_path):
+    """As in a shell: train_gpt.py >&-"""
+    command = f"ITERATIONS=-1 {shlex.quote(sys.executable)} {SCRIPT} >&-"
+    result = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1 and "InputError: ITERATIONS=-1" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("argument", ["ITERATIONS=5", "-h"])
@@ -212,9 +219,15 @@ def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
 
 
 # ---- how a run ends ------------------------------------------------------------------------------
+def print_rank() -> None:
+    """Print to a stdout that keeps its lines until it is flushed, as a pipe's."""
+    sys.stdout.reconfigure(line_buffering=False, write_through=False)
+    print("from rank", os.environ["RANK"])
+
+
 def test_what_any_rank_prints_is_not_lost(tmp_path, knobs):
     """In a pipe Python keeps it until it exits."""
-    results = run_ranks(tmp_path, {**knobs, "ITERATIONS": "0"}, 2, [WORKER, "print_rank"])
+    results = run_ranks(tmp_path, {**knobs, "ITERATIONS": "0"}, 2, edit=print_rank)
     assert [f"from rank {rank}\n" in results[rank].stdout for rank in (0, 1)] == [True, True]
 
 

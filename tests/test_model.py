@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from conftest import ALONE
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
+from runs import ALONE
+from scripts import randomize
 from torch import nn
 
 from train_gpt import GPT, Hyperparameters, new_state, train_step
@@ -17,14 +18,6 @@ def build(dtype=torch.float32, seed=0, **knobs) -> tuple[GPT, Hyperparameters]:
     hp = Hyperparameters(**{**SMALL, **knobs})
     torch.manual_seed(seed)
     return GPT(hp, dtype), hp
-
-
-def shaken(gpt: GPT) -> GPT:
-    """Add noise to all weights, so that every parameter matters."""
-    with torch.no_grad():
-        for p in gpt.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    return gpt
 
 
 def batch(hp: Hyperparameters, sequences: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +70,7 @@ def test_initial_weights_are_the_contracts_for_a_seed(tied):
 def test_equals_the_plain_model(tied, layers, kv_heads):
     """With the same names and shapes of parameters."""
     gpt, hp = build(tie_embeddings=tied, num_layers=layers, num_kv_heads=kv_heads)
-    plain = PlainGPT.like(shaken(gpt), hp)
+    plain = PlainGPT.like(randomize(gpt), hp)
     x, y = batch(hp)
     torch.testing.assert_close(gpt(x, y), plain(x, y), rtol=1e-5, atol=1e-5)
     expected = gradients(plain, x, y)
@@ -94,7 +87,7 @@ def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
     gpt, hp = build()
     x, y = batch(hp)
     half = GPT(hp, torch.bfloat16)
-    half.load_state_dict(shaken(gpt).state_dict())
+    half.load_state_dict(randomize(gpt).state_dict())
     seen = []
     for block in half.blocks:
         block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -104,7 +97,7 @@ def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
 
 def test_no_loss_depends_on_later_tokens():
     gpt, hp = build(num_layers=4)
-    shaken(gpt).eval()
+    randomize(gpt).eval()
     x, y = batch(hp, 1)
     with torch.no_grad():
         before = gpt(x, y, "none")[0]

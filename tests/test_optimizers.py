@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import train_gpt
@@ -24,27 +23,18 @@ def test_bf16_rounds_where_the_reference_does():
 
 
 @pytest.mark.baseline
-@pytest.mark.parametrize("world_size", [3, 64])
-def test_the_shares_of_all_ranks_add_up_to_the_whole(monkeypatch, world_size):
-    """Each rank sends its own matrices, and zeros elsewhere."""
+def test_matrices_of_one_shape_are_orthogonalized_together_as_if_each_were_alone():
+    """A rank may have none. (That ranks share the work: test_training.py.)"""
     torch.manual_seed(0)
     shapes = [(16, 16), (8, 32), (32, 8), (16, 16), (8, 32), (1, 5), (2, 40)]
-    grads = [torch.randn(shape) for shape in shapes]
-    sent = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
-    monkeypatch.setattr(dist, "all_reduce", lambda flat: sent.append(flat.clone()))
-    for rank in range(world_size):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad
-        Muon(params, lr=1.0, momentum=0.0, backend_steps=5).step()
-    alone = Muon([nn.Parameter(torch.zeros(1, 1))], lr=0.0, momentum=0.0, backend_steps=5)
-    whole = alone.orthogonalize([grad.bfloat16() for grad in grads], 5)
-    whole = torch.cat([update.flatten() for update in whole])  # in bf16, as it is sent
-    torch.testing.assert_close(sum(sent), whole, rtol=0, atol=0.05)
-    assert torch.stack(sent).count_nonzero(dim=0).max() == 1  # each matrix from one rank only
+    matrices = [torch.randn(shape) for shape in shapes]
+    muon = Muon([nn.Parameter(torch.zeros(1, 1))], lr=0.0, momentum=0.0, backend_steps=5)
+    for matrix, result in zip(matrices, muon.orthogonalize(matrices, 5), strict=True):
+        rows, columns = matrix.shape
+        U, _, V = torch.linalg.svd(matrix, full_matrices=False)
+        ideal = U @ V * max(1, rows / columns) ** 0.5  # Newton-Schulz comes within a third
+        assert (result - ideal).norm() < 0.35 * ideal.norm(), matrix.shape
+    assert muon.orthogonalize([], 5) == []
 
 
 @pytest.mark.baseline

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT, SCRIPT, finished, run_script
+from runs import ROOT, SCRIPT, finished, run_ranks
 
 PACK = ROOT / "tests" / "tools" / "pack.py"
 MODULE = """\
@@ -21,10 +21,10 @@ def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
 
 
-def test_a_minified_script_trains_under_torchrun(tmp_path, knobs):
+def test_a_minified_script_trains_on_two_ranks(tmp_path, knobs):
     packed = tmp_path / "packed.py"
     run(tmp_path, PACK, "--minify", SCRIPT, packed)
-    lines = finished(run_script(tmp_path, knobs, ranks=2, script=packed))
+    lines = finished(run_ranks(tmp_path, knobs, 2, [packed])[0])
     assert f"Code size: {packed.stat().st_size} bytes" in lines
     assert packed.stat().st_size < 0.3 * SCRIPT.stat().st_size
 

@@ -4,22 +4,18 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import (
-    WORKER,
-    failed,
-    finished,
-    free_port,
-    run_ranks,
-    start,
-    without_gloo,
-    write_shard,
-)
+from runs import ALONE, SCRIPT, failed, finished, free_port, run_ranks, start, without_gloo
+from texts import write_shard
 
-from train_gpt import Hyperparameters, InputError, Log, open_device, open_runtime
+import train_gpt
+from train_gpt import Hyperparameters, InputError, Log, Stopwatch, open_device, open_runtime
 
 
 @pytest.mark.parametrize("world_size", ["0", "-1", "4", "12"])
@@ -33,6 +29,11 @@ def test_a_world_size_that_does_not_divide_the_slots(monkeypatch, world_size):
 def test_a_missing_gpu_is_an_error():
     with pytest.raises(InputError, match="LOCAL_RANK=99.*set DEVICE=cpu"):
         open_device(Hyperparameters(device="cuda"), 99)
+
+
+def another_script() -> None:
+    """The script is the file that SCRIPT names, if it is set."""
+    train_gpt.__file__ = os.environ.get("SCRIPT", train_gpt.__file__)
 
 
 @pytest.mark.parametrize(
@@ -51,22 +52,42 @@ def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own
     (other / "small.model").write_bytes(b"another tokenizer")
     (other / "edited.py").write_text("another script")
     environ = {**knobs, "TRAIN_LOG_EVERY": "12"}
-    for result in run_ranks(tmp_path, environ, 2, [WORKER, "another_script"], own={1: own}):
+    for result in run_ranks(tmp_path, environ, 2, edit=another_script, own={1: own}):
         failed(result, words)
         assert result.stdout == ""
 
 
+def knob_of_rank_1() -> None:
+    """The script of rank 1 has another knob."""
+    if os.environ["RANK"] == "1":
+        kinds = {"__annotations__": {"new_knob": int}, "new_knob": 3}
+        edited = dataclass(frozen=True)(type("Edited", (train_gpt.Hyperparameters,), kinds))
+        train_gpt.Hyperparameters = edited
+
+
 def test_ranks_with_different_recipes_are_an_error_that_names_the_knob(tmp_path, knobs):
     """One script has a knob that the other lacks."""
-    for result in run_ranks(tmp_path, knobs, 2, [WORKER, "knob_of_rank_1"]):
+    for result in run_ranks(tmp_path, knobs, 2, edit=knob_of_rank_1):
         failed(result, "ranks 0 and 1 differ in ")
         assert "NEW_KNOB" in result.stderr and "KeyError" not in result.stderr
+
+
+def nan_at_the_cap() -> None:
+    """In step 4 rank 1's loss is nan, and rank 0's clock passes the cap."""
+
+    def train_step(state, train_step=train_gpt.train_step):
+        loss = train_step(state)
+        if state.step == 3 and state.runtime.rank == 0:
+            state.stopwatch.before_ms += 10**6
+        return loss + torch.nan if state.step == 3 and state.runtime.rank == 1 else loss
+
+    train_gpt.train_step = train_step
 
 
 def test_a_loss_that_is_not_finite_at_the_cap_ends_all_ranks_alike(tmp_path, knobs):
     """Only rank 0's clock is past the cap, and only rank 1's loss is nan."""
     environ = {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "VAL_LOSS_EVERY": "0"}
-    results = run_ranks(tmp_path, environ, 2, [WORKER, "nan_at_the_cap"])
+    results = run_ranks(tmp_path, environ, 2, edit=nan_at_the_cap)
     assert [result.returncode for result in results] == [0, 0], results[1].stderr
     assert "step:4/6 train_loss:nan " in results[0].stdout
 
@@ -95,11 +116,41 @@ def test_the_log_of_other_ranks_stays_small():
     assert len(log.waiting) <= 1000 and log.waiting[-1] == "line 4999"
 
 
+def differing_replicas() -> None:
+    """After the training a weight of rank 1 differs from rank 0's."""
+
+    def train(state, validation, train=train_gpt.train):
+        signum = train(state, validation)
+        next(state.gpt.parameters()).data[0, 3] += 1e-5 * state.runtime.rank
+        return signum
+
+    train_gpt.train = train
+
+
 def test_replicas_that_differ_are_a_warning(tmp_path, knobs):
     """torch itself warns of nothing."""
-    result = run_ranks(tmp_path, {**knobs, "ITERATIONS": "1"}, 2, [WORKER, "differing_replicas"])[0]
+    result = run_ranks(tmp_path, {**knobs, "ITERATIONS": "1"}, 2, edit=differing_replicas)[0]
     warned = [line for line in finished(result) if "WARNING: replicas:" in line]
     assert len(warned) == 1 and "Warning" not in result.stderr
+
+
+def clock_of_steps() -> None:
+    """Time passes in steps, twice as fast on rank 1, in validations and while a file is written."""
+    now = 1000.0
+
+    def let_pass(function: Callable, seconds: float) -> Callable:
+        def changed(*arguments):
+            nonlocal now
+            now += seconds
+            return function(*arguments)
+
+        return changed
+
+    train_gpt.time = SimpleNamespace(perf_counter=lambda: now)
+    step_seconds = (1 + int(os.environ["RANK"])) / 16
+    train_gpt.train_step = let_pass(train_gpt.train_step, step_seconds)
+    train_gpt.write_file = let_pass(train_gpt.write_file, 100)
+    train_gpt.evaluate = let_pass(train_gpt.evaluate, 100)
 
 
 def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
@@ -107,7 +158,7 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     it, too, so that all ranks keep the same weights."""
     environ = {**knobs, "ITERATIONS": "100000", "MAX_WALLCLOCK_SECONDS": "1"}
     environ |= {"CHECKPOINT_EVERY": "6", "VAL_LOSS_EVERY": "8", "WARMDOWN_ITERS": "12"}
-    result, _ = run_ranks(tmp_path, environ, 2, [WORKER, "clock_of_steps"])
+    result, _ = run_ranks(tmp_path, environ, 2, edit=clock_of_steps)
     lines = finished(result)
     (stop,) = [i for i, line in enumerate(lines) if line.startswith("stopping_early")]
     assert lines[stop] == "stopping_early: wallclock_cap train_time:1000ms step:16/100000"
@@ -130,7 +181,7 @@ def test_two_nodes_that_share_no_files_train_like_one_process(tmp_path, dataset,
     environ = {**knobs, **local, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
-    command.append(WORKER)
+    command.append(SCRIPT)
     agents = []
     for node in ("a", "b"):
         shutil.copytree(dataset, tmp_path / node / "data")
@@ -150,8 +201,41 @@ def test_two_nodes_that_share_no_files_train_like_one_process(tmp_path, dataset,
     assert losses(lines) == pytest.approx(losses(finished(alone)), abs=2e-3)
 
 
+def fault_of_rank_2() -> None:
+    """Rank 2 raises an error in step 4."""
+
+    def train_step(state, train_step=train_gpt.train_step):
+        assert state.runtime.rank != 2 or state.step < 3, "the fault of rank 2"
+        return train_step(state)
+
+    train_gpt.train_step = train_step
+
+
 def test_a_rank_that_raises_takes_all_down(tmp_path, knobs):
     """As one with an edited script may."""
-    results = run_ranks(tmp_path, knobs, 4, [WORKER, "fault_of_rank_2"])
+    results = run_ranks(tmp_path, knobs, 4, edit=fault_of_rank_2)
     assert [result.returncode for result in results] == [1, 1, 1, 1]
     assert results[2].stderr.endswith("AssertionError: the fault of rank 2\n")
+
+
+def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
+    """Events in the device's queue are numbered in their order. waits: for which of them the host
+    waits."""
+    numbers, waits = iter(range(9)), []
+
+    def event() -> SimpleNamespace:
+        mark = SimpleNamespace(record=lambda: setattr(mark, "number", next(numbers)))
+        mark.synchronize = lambda: waits.append(mark.number)
+        return mark
+
+    monkeypatch.setattr(torch.cpu, "Event", event)
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: waits.append("all"))
+    watch = Stopwatch(ALONE.device)
+    watch.start()
+    for _ in range(4):
+        watch.lap()
+    assert waits == ["all", 0, 1, 2]  # never for the current step
+    watch.pause()
+    watch.start()
+    watch.lap()
+    assert waits == ["all", 0, 1, 2, "all", "all"]  # after a pause no event is left

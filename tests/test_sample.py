@@ -7,7 +7,7 @@ import pytest
 import sample
 import sentencepiece
 import torch
-from conftest import TEXTS, train_tokenizer
+from texts import TEXTS, train_tokenizer
 
 # A model that continues with the id of the last token plus the length of the context.
 EDITED = """

@@ -1,13 +1,11 @@
 """Learning rate and momentum as functions of step and time. The host and the GPU's queue."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from conftest import ALONE, finished, run_here
+from runs import ALONE, finished, run_here
 
 import train_gpt
-from train_gpt import Hyperparameters, Stopwatch, lr_factor
+from train_gpt import Hyperparameters, lr_factor
 
 BY_STEPS = {"iterations": 100, "max_wallclock_seconds": 0.0, "warmdown_iters": 20}
 BY_TIME = {"iterations": 1000, "max_wallclock_seconds": 10.0, "warmdown_iters": 20}
@@ -65,26 +63,3 @@ def test_the_run_is_the_schedule_and_the_steps_by_hand(tmp_path, knobs):
     trained = torch.load(tmp_path / "final_model.pt", weights_only=True)
     for name, tensor in state.gpt.state_dict().items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-3, atol=1e-4, msg=name)
-
-
-def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
-    """Events in the device's queue are numbered in their order. waits: for which of them the host
-    waits."""
-    numbers, waits = iter(range(9)), []
-
-    def event() -> SimpleNamespace:
-        mark = SimpleNamespace(record=lambda: setattr(mark, "number", next(numbers)))
-        mark.synchronize = lambda: waits.append(mark.number)
-        return mark
-
-    monkeypatch.setattr(torch.cpu, "Event", event)
-    monkeypatch.setattr(torch.cpu, "synchronize", lambda: waits.append("all"))
-    watch = Stopwatch(ALONE.device)
-    watch.start()
-    for _ in range(4):
-        watch.lap()
-    assert waits == ["all", 0, 1, 2]  # never for the current step
-    watch.pause()
-    watch.start()
-    watch.lap()
-    assert waits == ["all", 0, 1, 2, "all", "all"]  # after a pause no event is left

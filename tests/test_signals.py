@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import (
+from runs import (
     ALONE,
     WORKER,
     finished,
@@ -71,17 +71,38 @@ def test_a_signal_during_a_validation_is_obeyed_after_the_next_step(tmp_path, kn
     assert torch.load(tmp_path / "checkpoints" / "test.pt", weights_only=True)["step"] == 1
 
 
+def signal_in_write() -> None:
+    """SIGTERM comes while final_model.pt is written."""
+
+    def write_file(path, data, log, write_file=train_gpt.write_file):
+        if path.name == "final_model.pt":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return write_file(path, data, log)
+
+    train_gpt.write_file = write_file
+
+
 def test_a_signal_while_final_model_is_written_ends_the_run_when_all_is_written(tmp_path, knobs):
-    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, [WORKER, "signal_in_write"])
+    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=signal_in_write)
     assert result.returncode == -signal.SIGTERM
     files = {"final_model.pt", "final_model.int8.ptz", "final_result.json"}
     assert {path.name for path in tmp_path.iterdir()} == {"logs", *files}
     assert torch.load(tmp_path / "final_model.pt", weights_only=True)
 
 
+def signal_in_evaluate() -> None:
+    """SIGTERM comes in the last validation."""
+
+    def evaluate(*arguments, evaluate=train_gpt.evaluate):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*arguments)
+
+    train_gpt.evaluate = evaluate
+
+
 def test_a_signal_in_the_last_validation_leaves_weights_and_artifact(tmp_path, knobs):
     """They are written before. The result has the knobs, not the scores."""
-    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, [WORKER, "signal_in_evaluate"])
+    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=signal_in_evaluate)
     assert result.returncode == -signal.SIGTERM
     files = {"final_model.pt", "final_model.int8.ptz", "final_result.json"}
     assert {path.name for path in tmp_path.iterdir()} == {"logs", *files}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SCRIPT
+from runs import ROOT, SCRIPT
 
 
 @pytest.mark.baseline

@@ -21,7 +21,8 @@ import files
 import numpy as np
 import pytest
 import sentencepiece
-from conftest import ROOT, TEXTS, train_tokenizer
+from runs import ROOT
+from texts import TEXTS, train_tokenizer
 from tokenizer_tools import encode_texts, open_model, read_specs, sentences_of
 
 ODD_TEXTS = [

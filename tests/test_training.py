@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import rank_worker
 import torch
-from conftest import ALONE, SCRIPT, finished, run_ranks
 from rank_worker import keep_gradients, validation_losses
+from runs import ALONE, SCRIPT, finished, run_ranks
 from trained import load_script
 
 from train_gpt import DistributedTokenLoader, Hyperparameters, new_state, train_step

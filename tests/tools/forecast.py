@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pack
 import torch
@@ -16,9 +17,8 @@ from trained import load_script
 
 
 @torch.no_grad()
-def forecast(path: Path, code: bytes, std: float) -> tuple[int, int, int]:
+def forecast(script: ModuleType, code: bytes, std: float) -> tuple[int, int, int]:
     """Return the number of parameters, the artifact's bytes and the limit. code: packed script."""
-    script = load_script(path)
     hp = script.Hyperparameters.from_env({**os.environ, "DATA_PATH": "none"})
     torch.manual_seed(hp.seed)
     gpt = script.GPT(hp, torch.bfloat16)
@@ -37,8 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         code = pack.pack(pack.minify(args.script.read_text(encoding="utf-8"))).encode()
-        num_params, artifact, limit = forecast(args.script, code, args.std)
-    except (OSError, ValueError) as error:
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        parser.error(str(error))
+    script = load_script(args.script)
+    try:
+        num_params, artifact, limit = forecast(script, code, args.std)
+    except script.InputError as error:
         parser.error(str(error))
     left = limit - artifact - len(code)
     print(f"parameters {num_params:>12,}")

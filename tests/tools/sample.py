@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from sentencepiece import SentencePieceProcessor
-from trained import SCRIPT, load_script, saved_knobs
+from trained import SCRIPT, load_script, saved_knobs, unknown_knobs
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
 
@@ -21,8 +21,11 @@ import caseops  # noqa: E402
 
 def load_model(script: ModuleType, path: Path) -> tuple[Any, torch.nn.Module]:
     """Return the knobs and the model in fp32, both as the run's script defines them."""
+    knobs = saved_knobs(path)
+    if unknown := unknown_knobs(script, knobs):
+        print(f"warning: {path} has knobs that the script lacks: {unknown}", file=sys.stderr)
     try:
-        hp = script.Hyperparameters.from_env(saved_knobs(path))
+        hp = script.Hyperparameters.from_env(knobs)
         gpt = script.GPT(hp, torch.float32)
         script.load_weights(gpt, path.read_bytes(), str(path))
     except script.InputError as error:

@@ -4,7 +4,7 @@
     EVAL_STRIDE=64 torchrun --standalone --nproc_per_node=8 tests/tools/score.py final_model.pt
 
 Knobs come from the environment, else from the run that wrote the file: from the checkpoint, or from
-final_result.json in the same folder. The log goes to logs/, too. The last line has the score."""
+final_result.json in the same folder, which every node needs. The log goes to logs/, too."""
 
 import argparse
 import math
@@ -19,7 +19,8 @@ from trained import SCRIPT, load_script, saved_knobs, unknown_knobs
 def score(script: ModuleType, path: Path) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
     knobs = saved_knobs(path)
-    hp = script.Hyperparameters.from_env({**knobs, **os.environ})
+    environ = {k: v for k, v in os.environ.items() if k not in ("RESUME", "EVAL_ONLY")}
+    hp = script.Hyperparameters.from_env({**knobs, **environ})
     runtime = script.open_runtime(hp)
     script.compare_ranks(hp, runtime)
     validation = script.Validation(hp)

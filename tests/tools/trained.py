@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import zlib
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +17,11 @@ OWN = ("run_id", "output_dir", "resume", "eval_only")  # of a run, not of its mo
 
 def load_script(path: Path) -> ModuleType:
     """Import a train_gpt.py, edited or not, from any folder."""
-    spec = importlib.util.spec_from_file_location("trained_script", path)
-    script = sys.modules["trained_script"] = importlib.util.module_from_spec(spec)
+    name = f"script_{zlib.crc32(bytes(path.resolve())):x}"  # several can be loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    script = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    script.InputError.__module__ = "__main__"  # so that its name is enough
     return script
 
 
@@ -40,8 +43,8 @@ def saved_knobs(path: Path) -> dict[str, str]:
         knobs = None
     if knobs is None and result.is_file():
         try:
-            knobs = json.loads(result.read_bytes())["knobs"]
-        except (ValueError, KeyError) as error:
+            knobs = dict(json.loads(result.read_bytes())["knobs"])
+        except (ValueError, KeyError, TypeError) as error:
             sys.exit(f"{result} is damaged: {error!r}: delete it, and set the knobs yourself")
     if knobs is None:
         print(f"{path} and {result} have no knobs: set those of the run yourself", file=sys.stderr)

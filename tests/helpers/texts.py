@@ -1,0 +1,33 @@
+"""Real text, small: a tokenizer and shards."""
+
+import io
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+import sentencepiece
+
+TEXTS = [topics[name] for name in sorted(topics)][:40]
+
+VOCAB_SIZE = 384
+
+
+def train_tokenizer(**changes) -> bytes:
+    """Train a SentencePiece BPE model like the demo's. changes: other settings."""
+    model = io.BytesIO()
+    lines = (line for text in TEXTS for line in text.splitlines() if line)
+    settings = {"sentence_iterator": lines, "model_writer": model, "model_type": "bpe"}
+    settings |= {"vocab_size": VOCAB_SIZE, "byte_fallback": True, "split_digits": True}
+    settings |= {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
+    settings |= {"add_dummy_prefix": False, **changes}
+    sentencepiece.SentencePieceTrainer.train(**settings)
+    return model.getvalue()
+
+
+def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
+    """Write a shard. magic, version and count can make its header wrong."""
+    tokens = np.asarray(tokens, dtype="<u2")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+    return path
