@@ -9,9 +9,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict, fields, replace
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +162,50 @@ def test_the_log_line_by_line(single, dataset, tokenizer):
     for line, pattern in zip(lines, patterns, strict=False):
         assert re.fullmatch(pattern, line), (line, pattern)
     assert len(lines) == len(patterns)
+
+
+def test_the_steps_that_are_logged(tmp_path, knobs):
+    """The first ten, then every TRAIN_LOG_EVERY; of a long warm-up every tenth and the last."""
+    few = {"NUM_LAYERS": "1", "WARMUP_STEPS": "23", "ITERATIONS": "12", "TRAIN_LOG_EVERY": "4"}
+    log = "\n".join(finished(run_here(tmp_path, {**knobs, **few})))
+    assert re.findall(r"warmup_step:(\S+)", log) == ["10/23", "20/23", "23/23"]
+    steps = [int(step) for step in re.findall(r"step:(\d+)/12 train_loss", log)]
+    assert steps == [*range(1, 11), 12]
+
+
+def test_each_step_ends_a_lap_of_the_clock(tmp_path, knobs, monkeypatch):
+    """So that the host never runs far ahead of a GPU."""
+    laps = []
+    monkeypatch.setattr(train_gpt.Stopwatch, "lap", lambda watch: laps.append(watch))
+    finished(run_here(tmp_path, {**knobs, "NUM_LAYERS": "1"}))
+    assert len(laps) == 6
+
+
+def test_the_scoring_is_timed(tmp_path, knobs, monkeypatch):
+    now = 1000.0
+
+    def final_loss(*arguments, final_loss=train_gpt.final_loss):
+        nonlocal now
+        now += 5
+        return final_loss(*arguments)
+
+    clock = SimpleNamespace(perf_counter=lambda: now, strftime=time.strftime)
+    monkeypatch.setattr(train_gpt, "time", clock)
+    monkeypatch.setattr(train_gpt, "final_loss", final_loss)
+    lines = finished(run_here(tmp_path, {**knobs, "ITERATIONS": "1", "WARMUP_STEPS": "0"}))
+    assert lines[-2].endswith(" eval_time:5000ms")
+    assert json.loads((tmp_path / RESULT).read_text())["eval_ms"] == 5000
+
+
+def test_the_status_has_the_minutes_that_are_left(knobs, monkeypatch):
+    hp = Hyperparameters.from_env({**knobs, "ITERATIONS": "8", "TRAIN_LOG_EVERY": "0"})
+    state = train_gpt.new_state(hp, replace(ALONE, log=Lines()))
+    shown = []
+    monkeypatch.setattr(Lines, "status", lambda log, text: shown.append(text))
+    state.step = 2
+    state.stopwatch.reset(60_000.0)  # a quarter took a minute
+    train_gpt.log_step(state, torch.zeros(()))
+    assert shown == ["3.0 min left, step:2/8"]
 
 
 def test_the_log_file_begins_with_source_versions_and_gpus(single):

@@ -12,7 +12,9 @@ from texts import TEXTS, train_tokenizer
 # A model that continues with the id of the last token plus the length of the context.
 EDITED = """
 import torch
+from dataclasses import dataclass
 from types import SimpleNamespace
+@dataclass
 class Hyperparameters:
     def from_env(environ):
         T, tokenizer = int(environ["TRAIN_SEQ_LEN"]), environ["TOKENIZER_PATH"]
