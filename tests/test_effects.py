@@ -8,7 +8,7 @@ import pytest
 from effects import COLORS, RECIPES, ROW
 from matplotlib import rc_context
 from matplotlib.colors import to_hex
-from test_recipes import NAMES, RECORD, RECORD_1493
+from scripts import NAMES, RECORD, RECORD_1493
 
 pytestmark = pytest.mark.baseline
 
