@@ -22,13 +22,15 @@ def read_page() -> str:
 
 def test_each_patch_has_a_row():
     table = re.search(r"^\|.*here by seed.*\n\|[-|]+\n((?:\|.*\n)+)", read_page(), re.M)[1]
-    assert sorted(match[2] for match in ROW.finditer(table)) == NAMES
+    assert sorted({match[2] for match in ROW.finditer(table)}) == NAMES
     assert all(line.count(" | ") == 4 for line in table.splitlines())
 
 
 def test_the_tables_have_the_figures_of_the_file():
     page = read_page()
-    assert {row["recipe"] for row in ROWS} <= {match[2] for match in ROW.finditer(page)}
+    found = [(match[2], match[3] or "") for match in ROW.finditer(page)]
+    assert len(set(found)) == len(found)
+    assert {(row["recipe"], row["setting"]) for row in ROWS} <= set(found)
     assert effects.fill(page, ROWS) == page, RUN_IT
 
 
@@ -48,10 +50,10 @@ def test_fill_replaces_the_cells():
     names = ("recipe", "setting", "effect", "low", "high", "seeds")
     figures = ["ema,,-0.50,-0.60,-0.40,2", "ema,width 320,0.50,0.40,0.60,2"]
     rows = [dict(zip(names, line.split(","), strict=True)) for line in figures]
-    page = "| [ema](#ema) | x | y | old | +1 |\n| `LR=2` | x | y | old | — |\n| Other | x | old |\n"
-    cell = "−0.50 (−0.60 to −0.40), better; width 320: +0.50 (+0.40 to +0.60), worse"
-    lines = [f"| [ema](#ema) | x | y | {cell} | +1 |", "| `LR=2` | x | y | — | — |"]
-    assert effects.fill(page, rows) == "\n".join([*lines, "| Other | x | old |", ""])
+    others = "| `LR=2` | x | y | {} | — |\n| Other | x | old |\n"
+    page = "| [ema](#ema) | x | y | {} | +1 |\n| [ema](#ema): width 320 |  |  | {} | — |\n" + others
+    cells = "−0.50 (−0.60 to −0.40), better", "+0.50 (+0.40 to +0.60), worse", "—"
+    assert effects.fill(page.format("old", "old", "old"), rows) == page.format(*cells)
 
 
 def test_the_files_p_is_that_of_its_interval():

@@ -25,9 +25,7 @@ KNOBS = {
     "gptq": {"GPTQ_BATCHES": "2"},
     "lora_ttt": {"LORA_CHUNK": "8", "LORA_DOCUMENTS": "2"},
     "min_lr": {"MIN_LR": "0.5"},
-    "qat": {"QAT_START": "0.5"},
     "score_first_ttt": {"TTT_CHUNK_TOKENS": "300", "TTT_LR": "0.05"},
-    "swa": {"SWA_EVERY": "2", "SWA_START": "2"},
 }
 
 

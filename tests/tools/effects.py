@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-ROW = re.compile(r"^(\| [\[`]([^\]`]+).*\| )[^|]*( \| [^|]* \|)$", re.M)  # begins with [ or `
+# A row of a table: a recipe as [a link](#it) or `code`, then perhaps a colon and the setting.
+ROW = re.compile(
+    r"^(\| [\[`]([^\]`]+)(?:\]\([^)]*\)|`)(?:: ([^|]+))? \| .*\| )[^|]*( \| [^|]* \|)$", re.M
+)
 COLORS = {"better": "#1667b7", "worse": "#c4420f", "not shown": "#777777"}
 STYLE = {
     "svg.fonttype": "none",  # text stays text
@@ -52,14 +55,13 @@ def label(row: Row) -> str:
 
 
 def fill(page: str, rows: list[Row]) -> str:
-    """Return the page with all effects of a recipe in its cell, or a dash."""
+    """Return the page with the effect of each recipe and setting in its row, or a dash."""
     cells = {}
     for row in rows:
-        setting = f"{row['setting']}: " if row["setting"] else ""
         effect, low, high = (signed(row[name]) for name in ("effect", "low", "high"))
-        cell = f"{setting}{effect} ({low} to {high}), {verdict(row)}"
-        cells.setdefault(row["recipe"], []).append(cell)
-    return ROW.sub(lambda match: match[1] + "; ".join(cells.get(match[2], "—")) + match[3], page)
+        cell = f"{effect} ({low} to {high}), {verdict(row)}"
+        cells[row["recipe"], row["setting"]] = cell
+    return ROW.sub(lambda m: m[1] + cells.get((m[2], m[3] or ""), "—") + m[4], page)
 
 
 def draw(rows: list[Row]) -> "Figure":
