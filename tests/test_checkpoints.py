@@ -74,6 +74,16 @@ def test_a_checkpoint_replaces_the_previous_one_and_the_last_step_has_one(undist
     assert torch.load(folder / CHECKPOINT, weights_only=True)["step"] == 20
 
 
+@pytest.mark.parametrize("every, steps", [(1, [1, 2, 3]), (2, [2, 3])])
+def test_checkpoints_are_written_every_so_many_steps_and_at_the_end(
+    tmp_path, long_knobs, every, steps
+):
+    few = {"NUM_LAYERS": "1", "ITERATIONS": "3", "CHECKPOINT_EVERY": str(every)}
+    log = finished(run_here(tmp_path, {**long_knobs, **few}))
+    saved = [line for line in log if line.startswith("checkpoint:")]
+    assert saved == [f"checkpoint:{CHECKPOINT} step:{step}" for step in steps]
+
+
 def test_after_a_failed_export_the_same_command_goes_on_to_the_export(
     undisturbed, copied, long_knobs, monkeypatch
 ):
