@@ -65,7 +65,7 @@ def test_k_and_v_are_repeated_for_each_query_head_in_fp32_only(monkeypatch, dtyp
 
 @pytest.mark.parametrize(
     "major, seq_len, first",
-    [(8, 1024, "FLASH"), (9, 1024, "CUDNN"), (9, 1000, "FLASH"), (10, 1024, "FLASH")],
+    [(8, 1024, "FLASH"), (9, 384, "CUDNN"), (9, 1000, "FLASH"), (10, 1024, "FLASH")],
 )
 def test_cudnn_is_for_hopper_and_multiples_of_128_tokens(monkeypatch, major, seq_len, first):
     properties = SimpleNamespace(major=major)
