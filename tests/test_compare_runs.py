@@ -221,6 +221,7 @@ def test_the_picture_of_two_sides(tmp_path):
     assert drawn(curves, False) == [(color, [1, 10], [6.9301, 5.639]) for color in colors]
     finished = [(color, [0, 18], [6.9316, 3.7829]) for color in colors[:-1]]
     assert drawn(curves, True) == [*finished, ("#1f2a6b", [0], [6.9316])]
+    assert curves.get_xlim()[0] <= 0 and curves.get_xlim()[1] >= 18  # the last points, too
     assert curves.get_ylabel() == panel.get_ylabel() == "nats per token"
     assert curves.child_axes[0].get_ylabel() == "bits per byte"
     low, high = curves.child_axes[0].get_ylim()

@@ -396,7 +396,10 @@ def draw_curves(axes: "Axes", parts: list[Part], unit: str) -> None:
     if any(loss > high for losses in curves for loss in losses.values()):
         title += "; the first steps are above"
     axes.set_title(title, fontsize="medium")
-    axes.set(xlabel="step", ylabel=AXIS_LABELS[unit], ylim=(low, high))
+    last = max(step for losses in curves for step in losses)  # matplotlib overlooks shifted points
+    axes.set(xlim=(-0.02 * last, 1.02 * last), ylim=(low, high))
+    axes.set(xlabel="step", ylabel=AXIS_LABELS[unit])
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
 
 
