@@ -171,7 +171,7 @@ def test_what_makes_a_comparison_worthless(tmp_path, capsys):
 
 
 def test_a_model_counts_once(tmp_path, capsys):
-    """A copied log has the same training losses and seed, a score (EVAL_ONLY) the same seed."""
+    """A copied log has the same training losses and seed, a score (score.py) the same seed."""
     sides = write_sides(tmp_path)
     path, twin = tmp_path / "again.txt", tmp_path / "candidate-1.txt"
     score = LOG.replace("step:", "skip:").replace("seed:42", "seed:1")

@@ -48,7 +48,7 @@ STEP_LINE = (
 )
 FINAL_LINE = (
     r"final_int8_zlib_roundtrip_exact val_loss:(?P<val_loss>\d+\.\d{8}) "
-    r"val_bpb:(?P<val_bpb>\d+\.\d{8})( stride:\d+)?(?P<partial> partial:\S+)?( stride:\d+)?$"
+    r"val_bpb:(?P<val_bpb>\d+\.\d{8})( stride:\d+)?$"
 )
 FACT_LINES = (
     FINAL_LINE,
@@ -63,7 +63,7 @@ FACT_LINES = (
     r"final_int8_zlib_roundtrip\S* val_loss:.* stride:(?P<stride>\d+)",
 )
 # Facts in which all finished runs should agree.
-SHARED_FACTS = "dataset train_shards val_tokens partial stride train_batch_tokens train_seq_len"
+SHARED_FACTS = "dataset train_shards val_tokens stride train_batch_tokens train_seq_len"
 SHARED_FACTS += " iterations max_wallclock_seconds"
 # Columns of the table: title and format.
 COLUMNS = {
@@ -118,7 +118,7 @@ class Group:
 
 def are_of_one_model(a: Run, b: Run) -> bool:
     """Compare two runs of a side by seed and training losses. A log without training losses
-    (EVAL_ONLY) is a score of the side's model of its seed."""
+    (of score.py) is a score of the side's model of its seed."""
     is_score_only = not a.train or not b.train
     return a.facts.get("seed") == b.facts.get("seed") and (is_score_only or a.train == b.train)
 
