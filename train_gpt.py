@@ -156,7 +156,7 @@ class Hyperparameters:
         if hp.resume == "auto" and "RUN_ID" not in environ:
             raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
         if environ.get("EVAL_ONLY"):
-            raise InputError("EVAL_ONLY is no knob: use `python tests/tools/score.py MODEL`")
+            raise InputError("EVAL_ONLY is not a knob: use `python tests/tools/score.py MODEL`")
         return hp
 
     def check(self) -> None:
@@ -201,7 +201,7 @@ def parse_knob(name: str, kind: type, text: str) -> Any:
 
 
 def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a parameter's full name contains one of the patterns."""
+    """Check whether a parameter's full name contains one of the patterns."""
     return any(pattern in name for pattern in patterns)
 
 
@@ -214,7 +214,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 class CastedLinear(nn.Linear):
-    """Every linear layer goes through here, except a tied output, which is the embedding."""
+    """Casts its weight for use. All linear layers go through here, but for a tied output."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -238,7 +238,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
     """The attention kernels that PyTorch may use, best first."""
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    # cuDNN is fastest on Hopper (sm_90), but was wrong on Blackwell and at other lengths.
+    # cuDNN is fastest on Hopper (sm_90), but wrong on Blackwell and at other lengths.
     is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
     if is_hopper and seq_len % 128 == 0:
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)
@@ -545,9 +545,8 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
 
 
 def muon_momentum(hp: Hyperparameters, step: int) -> float:
-    if hp.muon_momentum_warmup_steps <= 0:
-        return hp.muon_momentum
-    done = min(step / hp.muon_momentum_warmup_steps, 1.0)
+    warmup_steps = hp.muon_momentum_warmup_steps
+    done = min(step / warmup_steps, 1.0) if warmup_steps > 0 else 1.0
     return (1 - done) * hp.muon_momentum_warmup_start + done * hp.muon_momentum
 
 
@@ -572,8 +571,7 @@ def load_data_shard(path: str | Path) -> Tensor:
     size = os.path.getsize(path)
     header = np.fromfile(path, "<i4", 3).tolist()
     if header != [*SHARD_MAGIC_AND_VERSION, (size - SHARD_HEADER_BYTES) / 2]:
-        problem = f"{path}: not a whole token shard ({size} bytes, header {header})"
-        raise InputError(f"{problem}: get the file again")
+        raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
 
@@ -732,7 +730,7 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
     device = open_device(hp, int(os.environ.get("LOCAL_RANK", "0")))
     on_gpu = device.type == "cuda"
     if distributed:
-        # torchrun's store survives a restart, with the old ranks' entries.
+        # After a restart, torchrun's store still has the old ranks' entries: the prefix hides them.
         store, _, _ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         # gloo syncs the clock on the CPU, so that the GPU queue never drains.
@@ -783,7 +781,7 @@ class Stopwatch:
         self.reset(self.elapsed_ms())
 
     def lap(self) -> None:
-        """Call after each step. Waits for the previous step, so that one step is always queued."""
+        """Call after each step. Waits for the step before it: the device always has one queued."""
         previous = self.last_step
         self.last_step = self.device_module.Event()
         self.last_step.record()
@@ -813,7 +811,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     for i in range(size):
         if tokenizer.IsControl(i) or tokenizer.IsUnknown(i) or tokenizer.IsUnused(i):
             continue
-        piece = tokenizer.IdToPiece(i).translate({1: None, 2: None})  # CaseOps marks: no bytes
+        piece = tokenizer.IdToPiece(i).translate({1: None, 2: None})  # marks of CaseOps: no bytes
         has_text[i] = True
         leading_space[i] = piece.startswith("\u2581")  # SentencePiece's mark for a space
         text = piece.removeprefix("\u2581").replace("\u2581", " ")  # pieces of several words
@@ -823,7 +821,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
 
 
 def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
-    """Whether most documents survive decoding and re-encoding."""
+    """Check that most documents survive decoding and re-encoding."""
     starts = np.flatnonzero(tokens == tokenizer.bos_id())
     documents = [document.tolist() for document in np.split(tokens, starts)[1:-1]]
     documents = [[i for i in ids if not tokenizer.IsControl(i)] for ids in documents]
@@ -940,7 +938,7 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
         problem = " ".join(str(error).split())[:300]
-        advice = "use the script, recipes and knobs of its training (final_result.json next to it)"
+        advice = "use the script, recipes and knobs of its training (see final_result.json)"
         raise InputError(f"{name} does not fit: {advice}: {problem}") from None
 
 
@@ -964,9 +962,10 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
 
 # ---- Export ----------------------
 SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
+MODEL_FILES = ("final_model.pt", "final_model.int8.ptz")  # weights, artifact
 INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
 INT8_CLIP_QUANTILE = 0.9999984
-INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 12 levels a side
+INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 13 levels a side
 
 
 def quantization_levels(name: str, weight: Tensor, hp: Hyperparameters) -> int:
@@ -1097,7 +1096,7 @@ def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
     return model
 
 
-@dataclass(repr=False)  # signal.getsignal formats it, with all tensors
+@dataclass(repr=False)  # signal.getsignal would format all tensors
 class TrainingState:
     """All that a step reads or changes. An average of the weights, for example, belongs here."""
 
@@ -1119,7 +1118,7 @@ class TrainingState:
         return values[0][0], max(signum for _, signum in values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy to the CPU everything a resumed run needs."""
+        """Copy to the CPU everything that a resumed run needs and that warm_up restores."""
         state = {
             "step": self.step,
             "train_ms": self.stopwatch.elapsed_ms(),
@@ -1175,7 +1174,7 @@ def save_checkpoint(state: TrainingState) -> bool:
 
 
 def find_checkpoint(hp: Hyperparameters) -> Path | None:
-    """The checkpoint to resume from; None: a new run. Raises InputError if it could be lost."""
+    """The checkpoint to resume from, or None. Raises InputError if another would be replaced."""
     path = hp.checkpoint_path()
     if hp.resume == "auto":
         return path if path.is_file() else None
@@ -1196,11 +1195,11 @@ def load_checkpoint(state: TrainingState) -> None:
             raise InputError(f"{path} is not a checkpoint: set RESUME to a file in checkpoints/")
     path, saved = runtime.broadcast((path, saved))
     if saved is None:
-        if hp.resume == "auto":
-            runtime.log(f"resume:{hp.checkpoint_path()} does not exist, a new run begins")
         return
     state.load_state_dict(saved, str(path))
     old = {**saved["knobs"], "resume": hp.resume}
+    if hp.resume == "auto" and old["seed"] != hp.seed:
+        raise InputError(f"{path} is of SEED={old['seed']}: set it, or another RUN_ID")
     changes = [f"{k.upper()}:{old.get(k)}->{v}" for k, v in asdict(hp).items() if old.get(k) != v]
     runtime.log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
 
@@ -1209,23 +1208,20 @@ def load_checkpoint(state: TrainingState) -> None:
 def train_step(state: TrainingState) -> Tensor:
     """Take one optimizer step. Returns the mean loss of this rank's tokens."""
     hp = state.hp
-    # A batch has 8 slots (BATCH_SLOTS), so that 1, 2, 4 or 8 ranks take the same optimizer step.
     grad_accum_steps = hp.batch_slots // state.runtime.world_size
     total_loss = torch.zeros((), device=state.runtime.device)
     for optimizer in state.optimizers:
         optimizer.zero_grad(set_to_none=True)
     for micro_step in range(grad_accum_steps):
-        # Noise belongs to a slot, as tokens do: any number of ranks draws the same dropout.
+        # Each slot has its own seed, so that any number of ranks draws the same dropout.
         slot = micro_step * state.runtime.world_size + state.runtime.rank
         torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
         if dist.is_initialized():
-            # Gradients add up on each rank and are synchronized on the last micro-step only: one
-            # exchange instead of many. DDP reads this flag in its forward pass.
+            # Gradients add up on each rank. Only the last micro-step leaves their mean over the
+            # ranks in param.grad: one exchange a step. DDP reads this flag in its forward pass.
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         batch = state.loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, grad_accum_steps)
         loss = state.model(*batch) * (1 / grad_accum_steps)
-        # Adds to param.grad. On the last micro-step DDP's hooks also all-reduce the gradients,
-        # bucket by bucket, and leave the mean over the ranks in param.grad.
         loss.backward()
         total_loss += loss.detach()
     if hp.grad_clip_norm > 0:
@@ -1251,6 +1247,7 @@ def warm_up(state: TrainingState) -> None:
                 raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
+    state.gpt.load_state_dict(final_weights(state))  # an error in it shows before the training
     state.load_state_dict(start)
 
 
@@ -1330,23 +1327,27 @@ def log_unknown_knobs(log: Log) -> None:
             log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
 
 
-def finish(state: TrainingState) -> tuple[bytes, str, bool]:
-    """Write weights and artifact. Returns rank 0's artifact, its report, and whether it is safe."""
+def finish(state: TrainingState) -> tuple[bytes, str]:
+    """Write knobs, weights and artifact. Returns, on rank 0, the artifact and its report."""
     hp, log = state.hp, state.runtime.log
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
         save_checkpoint(state)
     state.gpt.load_state_dict(final_weights(state))
-    artifact, report, is_safe = b"", "", True
+    artifact, report = b"", ""
     if state.runtime.rank == 0:
-        write_result(hp, {}, log)  # so that weights are never next to another run's knobs
-        weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
-        write_file(Path(hp.output_dir, "final_model.pt"), weights, log)
+        paths = [Path(hp.output_dir, name) for name in MODEL_FILES]
+        for path in paths:
+            with contextlib.suppress(OSError):  # there is none
+                path.replace(f"{path}.old")  # an older run's file must not get this run's knobs
+        write_result(hp, {}, log)
+        write_file(paths[0], serialize(copy_tensors(state.gpt.state_dict(), "cpu")), log)
         artifact, report = export(state.gpt, hp, state.runtime)
-        is_safe = write_file(Path(hp.output_dir, "final_model.int8.ptz"), artifact, log)
-    set_signal_action(signal.SIG_DFL)  # nothing can be lost: a signal now ends the run at once
+        write_file(paths[1], artifact, log)
+    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the run at once
     if state.signum:
+        log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
         signal.raise_signal(state.signum)
-    return artifact, report, is_safe
+    return artifact, report
 
 
 def log_end(state: TrainingState, report: str) -> None:
@@ -1367,8 +1368,8 @@ def log_end(state: TrainingState, report: str) -> None:
     runtime.log(report)
 
 
-def score_artifact(state: TrainingState, validation: Validation, artifact: bytes) -> float:
-    """Score rank 0's artifact on all ranks, write final_result.json and log the last lines."""
+def score_artifact(state: TrainingState, validation: Validation, artifact: bytes) -> int:
+    """Score rank 0's artifact on all ranks, log and write the result. Returns the exit code."""
     hp, runtime, before = state.hp, state.runtime, state.val_loss
     load_weights(state.gpt, runtime.broadcast(artifact), "the exported artifact")
     started = time.perf_counter()
@@ -1380,20 +1381,21 @@ def score_artifact(state: TrainingState, validation: Validation, artifact: bytes
     facts |= {"steps": state.step, "train_ms": state.stopwatch.elapsed_ms()}
     if runtime.rank == 0:
         write_result(hp, facts, runtime.log)
-        names = ("final_model.pt", "final_model.int8.ptz", "final_result.json")
-        files = [path for path in (Path(hp.output_dir, name) for name in names) if path.is_file()]
-        runtime.log(f"files: {shlex.join(map(str, files))}")
+    paths = [Path(hp.output_dir, name) for name in (*MODEL_FILES, "final_result.json")]
+    files = [str(path) for path in paths if path.is_file()]
+    runtime.log(f"files: {shlex.join(files)}")
     log_unknown_knobs(runtime.log)
     stride = f" stride:{hp.eval_stride}" if hp.eval_stride > 0 else ""
     times = f"eval_time:{eval_ms:.0f}ms{stride}"
     runtime.log(f"final_int8_zlib_roundtrip {validation.format(loss)} {times}")
     runtime.log(f"final_int8_zlib_roundtrip_exact {validation.format(loss, digits=8)}")
-    return loss
+    is_saved = runtime.rank > 0 or len(files) == len(paths)
+    return int(not is_saved or not math.isfinite(loss))
 
 
 # ---- main ------------------------
 def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
-    """For the demo, build its data, unless they exist."""
+    """Build the demo's data, unless they exist or the player has set other paths."""
     if hp.preset != "demo" or not {hp.data_path, hp.tokenizer_path} <= {*DEMO.values()}:
         return
     script = Path(__file__).with_name("data") / "demo_corpus.py"
@@ -1450,11 +1452,10 @@ def run() -> int:
     signum = train(state, validation)
     if signum > 0:
         return stop(state, signum)
-    artifact, report, is_safe = finish(state)
+    artifact, report = finish(state)
     validate(state, validation)
     log_end(state, report)
-    loss = score_artifact(state, validation, artifact)
-    return int(not is_safe or not math.isfinite(loss))
+    return score_artifact(state, validation, artifact)
 
 
 def leave(job: Callable[[], int]) -> NoReturn:
