@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ import pytest
 huggingface_hub = pytest.importorskip("huggingface_hub")
 import cached_challenge_fineweb  # noqa: E402
 import download_hf_docs_and_tokenize  # noqa: E402
+from texts import write_documents  # noqa: E402
 
 PREFIX = "/datasets/willdepueoai/parameter-golf/resolve/main/datasets/"
 TRAIN = [f"datasets/fineweb10B_sp1024/fineweb_train_{index:06d}.bin" for index in range(3)]
@@ -30,14 +30,13 @@ DOCS, SIDECAR = "docs_selected.jsonl", "docs_selected.source_manifest.json"
 def repository(tmp_path_factory, tokenizer) -> Path:
     """The output of the rebuild: documents of 301 tokens, four of them for validation."""
     folder = tmp_path_factory.mktemp("repository")
-    lines = [json.dumps({"text": chr(0x4E00 + number) * 100}) for number in range(13)]
-    (folder / DOCS).write_text("\n".join(lines))
+    write_documents(folder / DOCS, [chr(0x4E00 + number) * 100 for number in range(13)])
     (folder / SIDECAR).write_text('{"docs_val": 4}')
-    specs = [{"vocab_size": 1024, "reuse_model_path": str(tokenizer)}, {"kind": "byte"}]
     config = folder / "specs.json"
-    config.write_text(json.dumps(specs))
-    arguments = f"--output-root {folder} --tokenizer-config {config} --docs {folder / DOCS}"
-    download_hf_docs_and_tokenize.main([*arguments.split(), "--chunk-tokens", "1000"])
+    config.write_text('[{"vocab_size": 1024}, {"kind": "byte"}]')
+    arguments = f"--output-root {folder} --tokenizer-config {config} --docs {folder / DOCS} "
+    arguments += f"--reuse-sp-model 1024={tokenizer} --chunk-tokens 1000"
+    download_hf_docs_and_tokenize.main(arguments.split())
     return folder
 
 
@@ -91,9 +90,14 @@ def start(hub, *args, **environ) -> subprocess.Popen:
     environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.root.parent / "home")}
     environ |= {"HF_HUB_DOWNLOAD_TIMEOUT": "600", "PATH": os.environ["PATH"]}
     command = [sys.executable, cached_challenge_fineweb.__file__, "--root", hub.root, *args]
-    # A shell's background jobs ignore SIGINT, and their children inherit that.
-    hear = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, **hear)
+    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+def errors_of(process, code: int) -> str:
+    """Wait for the script's end, which must have this exit code, and return what it says."""
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    return errors
 
 
 def assert_present(hub, *names) -> None:
@@ -163,27 +167,23 @@ def test_an_interrupted_download_can_be_continued(hub):
     process = start(hub, "1")
     assert hub.stalled.wait(120)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)  # the hub still hangs
-    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
+    errors = errors_of(process, 130)  # the hub still hangs
+    assert "interrupted" in errors and "Traceback" not in errors
     assert not (hub.root / TRAIN[0]).exists()
     hub.stalls = ""
-    process = start(hub, "--train-shards", "1")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    errors_of(start(hub, "--train-shards", "1"), 0)
     assert_present(hub, *VAL, MODEL, VOCAB, TRAIN[0])
 
 
 def test_a_wrong_repository_is_one_error(hub, tmp_path):
     """It names repository and hub. The download needs no numpy."""
     (tmp_path / "numpy.py").write_text("raise ImportError('No module')")
-    process = start(hub, MATCHED_FINEWEB_REPO_ID="no/body", PYTHONPATH=str(tmp_path))
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1 and len(errors.splitlines()) == 1, errors
-    assert "no/body" in errors and hub.url in errors and "MATCHED_FINEWEB_REPO_ID" in errors
+    environ = {"MATCHED_FINEWEB_REPO_ID": "no/body", "PYTHONPATH": str(tmp_path)}
+    (line,) = errors_of(start(hub, **environ), 1).splitlines()
+    assert "no/body" in line and hub.url in line and "MATCHED_FINEWEB_REPO_ID" in line
 
 
 def test_a_missing_package_is_one_error(hub, tmp_path):
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('No module named x')")
-    process = start(hub, PYTHONPATH=str(tmp_path))
-    _, errors = process.communicate(timeout=120)
+    errors = errors_of(start(hub, PYTHONPATH=str(tmp_path)), 1)
     assert errors == "No module named x: pip install -r data/requirements.txt\n"
