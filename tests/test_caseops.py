@@ -174,6 +174,6 @@ def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
     demo_corpus.build(TEXTS, *paths, with_caseops=True)
     facts = json.loads((tmp_path / demo_corpus.MANIFEST).read_text())
     num_bytes = sum(len(original(base, text).encode()) for text in TEXTS[:4])
-    assert facts["validation_bytes"] == num_bytes
+    assert facts["validation_bytes"] == num_bytes and facts["lzma_bpb"] == 8
     assert demo_corpus.is_whole(*paths, with_caseops=True)
     assert not demo_corpus.is_whole(*paths, with_caseops=False)

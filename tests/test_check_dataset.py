@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import check_dataset
 import pytest
@@ -11,9 +12,9 @@ from texts import TEXTS, VOCAB_SIZE, read_shard, train_tokenizer, write_shard
 VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000000.bin"
 
 
-def check(capsys, folder, tokenizer) -> tuple[str, list[str]]:
+def check(capsys, folder, tokenizer, *more) -> tuple[str, list[str]]:
     """Return stdout and the lines on stderr; the exit status must be 1 if there are any."""
-    status = check_dataset.main([str(folder), "--tokenizer", str(tokenizer)])
+    status = check_dataset.main([str(folder), "--tokenizer", str(tokenizer), *more])
     output, errors = capsys.readouterr()
     assert status == int(bool(errors))
     return output, errors.splitlines()
@@ -33,11 +34,12 @@ def write_manifest(folder, **facts):
 def test_a_good_dataset_gives_its_counts(capsys, monkeypatch, folder, tokenizer):
     monkeypatch.setattr(check_dataset, "CHUNK", 40_000)
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-    documents = [[1, *sp.encode(text)] for text in TEXTS]
+    documents = [[1, *sp.encode(text)] for text in (f"\u00e9 {TEXTS[0]}", *TEXTS[1:])]
     write_shard(folder / VAL, sum(documents[:5], []))
     write_manifest(folder, vocab_size=VOCAB_SIZE, stats={"files_train": 2, "docs_val": 5})
+    sys.stdout.reconfigure(encoding="ascii")  # as in a terminal without UTF-8
     output, problems = check(capsys, folder, tokenizer)
-    assert problems == []
+    assert problems == [] and "val: begins: \\xe9 " in output
     for split, part, shards in (("val", documents[:5], 1), ("train", documents[5:], 2)):
         tokens = sum(map(len, part))
         num_bytes = sum(len(sp.decode(ids[1:]).encode()) for ids in part)
@@ -72,7 +74,7 @@ def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
     assert "no val token is BOS (1): set --tokenizer" in line
 
 
-def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer):
+def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer, tmp_path):
     """The tool compares each number. Having only the first train shards is fine."""
     write_manifest(folder, stats={"files_train": 80, "tokens_train": 10**9, "tokens_val": 1500})
     output, problems = check(capsys, folder, tokenizer)
@@ -81,3 +83,6 @@ def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer):
         write_manifest(folder, stats={key: 1})
         (line,) = check(capsys, folder, tokenizer)[1]
         assert f"manifest.json says {key}:" in line
+    other = (tmp_path / "manifest.json").rename(tmp_path / "other.json")
+    (line,) = check(capsys, folder, tokenizer, f"--manifest={other}")[1]
+    assert f"{other} says vocab_size:1, but 384 was found" in line

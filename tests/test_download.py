@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -113,13 +114,13 @@ def test_a_run_downloads_what_is_missing(hub):
     names = [*VAL, MODEL, VOCAB, TRAIN[0]]
     assert download(hub.root, train_shards=1) == f"{hub.root}: 5 files downloaded, 0 were there"
     assert_present(hub, *names)
-    assert all((hub.root / name).stat().st_nlink == 2 for name in names)  # one is in the cache
     with open(hub.root / VAL[0], "r+b") as file:
         file.truncate(1500)  # in the cache, too
     hub.loaded.clear()
     summary = download(hub.root)  # the default, 80, takes all of them
     assert summary == f"{hub.root}: 3 files downloaded, 4 were there"
     assert_present(hub, *names, *TRAIN[1:])
+    assert all((hub.root / name).stat().st_nlink == 2 for name in names)  # one is in the cache
     assert sorted(hub.loaded) == [*TRAIN[1:], VAL[0]]
     hub.shutdown()
     hub.server_close()
@@ -137,6 +138,17 @@ def test_byte_shards_and_documents(hub, monkeypatch):
     download(hub.root, train_shards=0, variant="byte260", with_docs=True)
     val = [name.replace("sp1024", "byte260") for name in VAL]
     assert_present(hub, DOCS, "tokenizers/fineweb_pure_byte_260.json", *val)
+
+
+def test_the_hubs_documents_give_its_shards(hub, tokenizer):
+    arguments = f"--output-root {hub.root} --remote-root /datasets/ --chunk-tokens 1000 "
+    arguments += f"--vocab-size 1024 --reuse-sp-model 1024={tokenizer}"
+    download_hf_docs_and_tokenize.main(arguments.split())
+    for name in TRAIN + VAL:
+        assert (hub.root / name).read_bytes() == (hub.folder / name).read_bytes()
+    source = json.loads((hub.root / "manifest.json").read_text())["docs_meta"]
+    assert source["remote_repo_id"] == "willdepueoai/parameter-golf"
+    assert (source["remote_root"], source["source_manifest"]) == ("/datasets/", SIDECAR)
 
 
 def test_an_existing_tokenizer_is_kept(hub, capsys):
