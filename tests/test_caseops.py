@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 
 import caseops
 import check_dataset
@@ -168,12 +169,15 @@ def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tmp_path):
 
 
 def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_corpus, "strongest_lzma", len)
-    monkeypatch.setattr(demo_corpus, "NUM_VAL_DOCS", 4)
-    paths = tmp_path, tmp_path / "demo.model"
-    demo_corpus.build(TEXTS, *paths, with_caseops=True)
-    facts = json.loads((tmp_path / demo_corpus.MANIFEST).read_text())
+    for name, value in (("strongest_lzma", len), ("NUM_VAL_DOCS", 4), ("HERE", tmp_path)):
+        monkeypatch.setattr(demo_corpus, name, value)
+    monkeypatch.setattr(demo_corpus, "collect_documents", lambda: TEXTS)
+    monkeypatch.setattr(sys, "argv", ["demo_corpus.py", "--caseops"])
+    demo_corpus.main()
+    folder = tmp_path / "datasets/demo_sp1024_caseops"
+    model = tmp_path / "tokenizers/demo_1024_bpe_caseops.model"
+    facts = json.loads((folder / demo_corpus.MANIFEST).read_text())
     num_bytes = sum(len(original(base, text).encode()) for text in TEXTS[:4])
     assert facts["validation_bytes"] == num_bytes and facts["lzma_bpb"] == 8
-    assert demo_corpus.is_whole(*paths, with_caseops=True)
-    assert not demo_corpus.is_whole(*paths, with_caseops=False)
+    assert demo_corpus.is_whole(folder, model, with_caseops=True)
+    assert not demo_corpus.is_whole(folder, model, with_caseops=False)
