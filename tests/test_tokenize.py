@@ -162,6 +162,10 @@ def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
     assert spec.fields == {**content[1], "tokenizer_train_docs": 7}
     with pytest.raises(ValueError, match="384 pieces, more than vocab_size 300"):
         specs_of(tmp_path, [{"vocab_size": 300}], reused={300: str(tokenizer)})
+    with pytest.raises(ValueError, match="--reuse-sp-model 9: no tokenizer of .*specs.json has"):
+        specs_of(tmp_path, content, reused={9: "my.model"})
+    with pytest.raises(ValueError, match="no tokenizer to make: use --vocab-size"):
+        specs_of(tmp_path, content[:1], skip_byte=True)
 
 
 def test_a_model_of_more_pieces_than_a_token_can_name_is_refused():
