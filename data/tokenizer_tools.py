@@ -169,6 +169,7 @@ def read_specs(
     """Make the specs in a file, or one for a vocabulary size. `overrides` are fields; `reused` has
     paths of models by vocabulary size. Raises ValueError or OSError."""
     entries = [{"vocab_size": source}] if isinstance(source, int) else read_entries(source)
+    place = f"--vocab-size {source}" if isinstance(source, int) else str(source)
     taken: set[str] = set()  # names, datasets and files
     specs = []
     for number, entry in enumerate(entries, start=1):
@@ -183,12 +184,12 @@ def read_specs(
                 taken.add(value)
             specs.append(spec)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{source}: tokenizer {number}: {error}") from None
+            raise ValueError(f"{place}: tokenizer {number}: {error}") from None
     unused = reused.keys() - {spec.fields.get("vocab_size") for spec in specs if spec.model}
     if unused:
-        raise ValueError(f"--reuse-sp-model {min(unused)}: {source} has no such vocab_size, add it")
+        raise ValueError(f"--reuse-sp-model {min(unused)}: no tokenizer of {place} has this size")
     if not specs:
-        raise ValueError(f"{source} has no tokenizer to make: use --vocab-size instead")
+        raise ValueError(f"{place} has no tokenizer to make: use --vocab-size instead")
     return specs
 
 
@@ -239,12 +240,10 @@ def write_tokenizer(spec: Spec, model: bytes | None, output: Path) -> dict[str, 
         facts = {"vocab_size": 260, **SPECIAL_IDS, "path": path}
     else:
         sp = open_model(model, spec.name)
-        pieces = ((sp.id_to_piece(i), sp.get_score(i)) for i in range(sp.vocab_size()))
+        lines = (f"{sp.id_to_piece(i)}\t{sp.get_score(i):g}\n" for i in range(sp.vocab_size()))
         vocab_path = path.removesuffix(".model") + ".vocab"
         write_file(output / path, model)
-        write_file(
-            output / vocab_path, *(f"{piece}\t{score:g}\n".encode() for piece, score in pieces)
-        )
+        write_file(output / vocab_path, "".join(lines).encode())
         facts = {"vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "eos_id": sp.eos_id()}
         facts |= {"model_path": path, "vocab_path": vocab_path}
     bigrams = 5 * 128 * math.ceil(facts["vocab_size"] / 128)

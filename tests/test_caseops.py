@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 
 import caseops
 import check_dataset
@@ -9,10 +10,10 @@ import demo_corpus
 import download_hf_docs_and_tokenize as rebuild
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
-from texts import TEXTS, train_tokenizer
+from texts import TEXTS, read_shard, train_tokenizer, write_documents
 from tokenizer_tools import encode_texts
 
 import train_gpt
@@ -22,12 +23,12 @@ import train_gpt
 ODD = "\u0300\u0308\u0345\u200d\u3000\xa0\t\n\ufb01\ufb03\ufb05\uff21\uff22\uff41\u212a\u212b\u1e9e"
 ODD += "\u0130\u0131\u24b6\u33a6\u2167\U0001d400\U0001f130\U0001f600\u4e2d\u2581\1\2\3\x7f\ufeff"
 STRINGS = st.one_of(st.text(alphabet=f"ABTabt .'1\xc4\xe4{ODD}", max_size=30), st.text(max_size=60))
+SYMBOLS = ["\1\u2581the", "e\1e"]  # pieces with a mark at the start and in the middle
 
 
-def train(**more) -> bytes:
-    lines = (caseops.encode(line) for text in TEXTS for line in text.splitlines())
-    lines = more.pop("lines", lines)
-    return train_tokenizer(sentence_iterator=lines, **caseops.TRAINER_SETTINGS, **more)
+def train(lines=None, **more) -> bytes:
+    lines = lines or (caseops.encode(line) for text in TEXTS for line in text.splitlines())
+    return train_tokenizer(sentence_iterator=iter(lines), **caseops.TRAINER_SETTINGS, **more)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def base(tokenizer) -> SentencePieceProcessor:
 
 @pytest.fixture(scope="module")
 def sp() -> SentencePieceProcessor:
-    return SentencePieceProcessor(model_proto=train())
+    return SentencePieceProcessor(model_proto=train(user_defined_symbols=SYMBOLS))
 
 
 def original(base, text: str) -> str:
@@ -61,6 +62,7 @@ def test_capitals_become_marks_before_the_space():
 
 @settings(max_examples=300, deadline=None)
 @given(text=STRINGS)
+@example("T\u0308")  # two characters, but the normalization makes one of t + U+0308
 def test_random_text_comes_back_and_keeps_its_bytes(base, sp, text):
     expected = original(base, text)
     marked = caseops.encode(text)
@@ -68,16 +70,12 @@ def test_random_text_comes_back_and_keeps_its_bytes(base, sp, text):
     assert count_bytes(sp, marked) == len(expected.encode())
 
 
-def test_documents_come_back_and_keep_their_bytes_with_marks_anywhere(base):
+def test_documents_keep_their_bytes_with_marks_anywhere(base, sp):
     """At the start of a piece and in the middle. These are the bytes without CaseOps."""
-    symbols = ["\1\u2581the", "e\1e"]
-    sp = SentencePieceProcessor(model_proto=train(user_defined_symbols=symbols))
-    pieces = {sp.id_to_piece(id) for text in TEXTS for id in sp.encode(caseops.encode(text))}
-    assert {"\1", "\2", ".\1", *symbols} <= pieces
-    for text in TEXTS:
-        expected, marked = original(base, text), caseops.encode(text)
-        assert caseops.decode(sp.decode(sp.encode(marked))) == expected
-        assert count_bytes(sp, marked) == len(expected.encode()) == count_bytes(base, text)
+    marked = [caseops.encode(text) for text in TEXTS]
+    assert {"\1", "\2", ".\1", *SYMBOLS} <= {*sp.id_to_piece(sum(sp.encode(marked), []))}
+    for text, marked_text in zip(TEXTS, marked, strict=True):
+        assert count_bytes(sp, marked_text) == count_bytes(base, text)
 
 
 def test_no_code_point_becomes_a_mark():
@@ -85,29 +83,19 @@ def test_no_code_point_becomes_a_mark():
     assert not {*caseops.MARKS} & {*caseops.normalize("0".join(valid))}
 
 
-def test_lower_case_letters_and_combining_marks_are_not_composed(sp):
-    """T + U+0308 is two characters, but the normalization makes one of t + U+0308."""
-    assert caseops.encode("T\u0308") == "\1t\u0308"
-    assert sp.decode(sp.encode("\1t\u0308")) == "\1t\u0308"
-
-
 def test_marks_are_pieces_even_if_the_training_text_has_none():
     """Otherwise they would be bytes, which count."""
-    sp = SentencePieceProcessor(model_proto=train(lines=iter(["the lazy dog"]), vocab_size=280))
+    sp = SentencePieceProcessor(model_proto=train(["the lazy dog"], vocab_size=280))
     assert not any(sp.is_byte(id) for id in sp.encode(caseops.MARKS))
     assert count_bytes(sp, caseops.encode("The DOG")) == len("The DOG")
 
 
 def export(folder, *arguments) -> dict:
-    """Make folder/out from TEXTS with CaseOps. Returns the manifest."""
-    docs, out = folder / "docs.jsonl", folder / "out"
-    docs.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    rebuild.main(["--docs", str(docs), "--output-root", str(out), *map(str, arguments)])
+    """Make folder/out from TEXTS. Returns the manifest."""
+    docs, out = write_documents(folder / "docs.jsonl"), folder / "out"
+    arguments = ["--docs", docs, "--output-root", out, "--num-val-docs", 4, *arguments]
+    rebuild.main([str(argument) for argument in arguments])
     return json.loads((out / "manifest.json").read_text())
-
-
-def read(folder, split: str) -> np.ndarray:
-    return np.fromfile(folder / f"fineweb_{split}_000000.bin", "<u2", offset=1024)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +104,7 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rebuild, "NUM_THREADS", 1)
-        manifest = export(folder, "--vocab-size", 512, "--caseops", "--num-val-docs", 4)
+        manifest = export(folder, "--vocab-size", 512, "--caseops")
     assert manifest["tokenizer_specs"] == [{"vocab_size": 512, "caseops": True}]
     (dataset,), (tokenizer,) = manifest["datasets"], manifest["tokenizers"]
     assert tokenizer["name"] == "sp_bpe_512_caseops"
@@ -132,7 +120,7 @@ def test_a_datasets_bytes_are_those_of_its_documents(base, exported, capsys):
     sp = SentencePieceProcessor(model_file=str(model))
     assert sp.piece_to_id(".\1") != sp.unk_id()  # trained on marked text
     for split, texts in (("val", TEXTS[:4]), ("train", TEXTS[4:])):
-        tokens = read(folder, split)
+        tokens = read_shard(folder / f"fineweb_{split}_000000.bin")
         num_bytes = sum(len(original(base, text).encode()) for text in texts)
         assert train_gpt.count_bytes(sp, tokens) == num_bytes
         assert train_gpt.retokenizes(sp, tokens)
@@ -149,12 +137,11 @@ def test_several_processes_and_a_reused_model_give_the_same_shards(exported, tmp
     config = tmp_path / "specs.json"
     spec = {"vocab_size": 512, "dataset_suffix": "mine", "model_prefix": "mine", "caseops": True}
     config.write_text(json.dumps([spec]))
-    reuse = ["--tokenizer-config", config, "--reuse-sp-model", f"512={model}"]
-    export(tmp_path, *reuse, "--num-val-docs", 4)
+    export(tmp_path, "--tokenizer-config", config, "--reuse-sp-model", f"512={model}")
     assert (tmp_path / "out/tokenizers/mine_caseops.model").read_bytes() == model.read_bytes()
-    for split in ("val", "train"):
-        shard = read(tmp_path / "out/datasets/fineweb10B_mine_caseops", split)
-        assert np.array_equal(shard, read(folder, split))
+    for shard in folder.glob("*.bin"):
+        same = tmp_path / "out/datasets/fineweb10B_mine_caseops" / shard.name
+        assert same.read_bytes() == shard.read_bytes()
 
 
 def test_encoding_reads_only_a_batch_ahead(monkeypatch):
@@ -165,39 +152,32 @@ def test_encoding_reads_only_a_batch_ahead(monkeypatch):
     assert len([*texts]) == 80
 
 
-def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tokenizer, tmp_path):
+def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tmp_path):
     config = tmp_path / "specs.json"
     config.write_text('[{"vocab_size": 9, "trainer_overrides": {"required_chars": "a"}}]')
-    composing, unmarked = tmp_path / "composing.model", tmp_path / "unmarked.model"
-    lines = iter(["the lazy dog"])
-    settings = {**caseops.TRAINER_SETTINGS, "normalization_rule_name": "nfkc"}
-    composing.write_bytes(train_tokenizer(sentence_iterator=lines, vocab_size=280, **settings))
-    unmarked.write_bytes(train_tokenizer(normalization_rule_name="identity"))
-    for arguments, words in (
-        (["--vocab-size=512", f"--reuse-sp-model=512={exported[1]}"], "use it with --caseops"),
-        (
-            ["--vocab-size=384", f"--reuse-sp-model=384={tokenizer}", "--caseops"],
-            "is not a CaseOps",
-        ),
-        (
-            ["--vocab-size=280", f"--reuse-sp-model=280={composing}", "--caseops"],
-            "is not a CaseOps",
-        ),
-        (["--vocab-size=384", f"--reuse-sp-model=384={unmarked}", "--caseops"], "is not a CaseOps"),
-        (["--tokenizer-config", config, "--caseops"], "caseops sets required_chars itself"),
-    ):
-        with pytest.raises(SystemExit, match=words):
-            export(tmp_path, *arguments)
+    with pytest.raises(SystemExit, match="caseops sets required_chars itself"):
+        export(tmp_path, "--tokenizer-config", config, "--caseops")
+    with pytest.raises(SystemExit, match="use it with --caseops"):
+        export(tmp_path, "--vocab-size=512", f"--reuse-sp-model=512={exported[1]}")
+    unmarked = {"normalization_rule_name": "identity"}
+    composing = {**caseops.TRAINER_SETTINGS, "normalization_rule_name": "nfkc"}
+    other = tmp_path / "other.model"
+    for changes in (unmarked, composing):
+        other.write_bytes(train_tokenizer(**changes))
+        with pytest.raises(SystemExit, match="is not a CaseOps"):
+            export(tmp_path, "--vocab-size=512", f"--reuse-sp-model=512={other}", "--caseops")
 
 
 def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_corpus, "strongest_lzma", len)
-    monkeypatch.setattr(demo_corpus, "NUM_VAL_DOCS", 4)
-    paths = tmp_path, tmp_path / "demo.model"
-    demo_corpus.build(TEXTS, *paths, with_caseops=True)
+    for name, value in (("strongest_lzma", len), ("NUM_VAL_DOCS", 4), ("HERE", tmp_path)):
+        monkeypatch.setattr(demo_corpus, name, value)
+    monkeypatch.setattr(demo_corpus, "collect_documents", lambda: TEXTS)
+    monkeypatch.setattr(sys, "argv", ["demo_corpus.py", "--caseops"])
+    demo_corpus.main()
+    folder = tmp_path / "datasets/demo_sp1024_caseops"
+    model = tmp_path / "tokenizers/demo_1024_bpe_caseops.model"
+    facts = json.loads((folder / demo_corpus.MANIFEST).read_text())
     num_bytes = sum(len(original(base, text).encode()) for text in TEXTS[:4])
-    assert (
-        json.loads((tmp_path / demo_corpus.MANIFEST).read_text())["validation_bytes"] == num_bytes
-    )
-    assert demo_corpus.is_whole(*paths, with_caseops=True)
-    assert not demo_corpus.is_whole(*paths, with_caseops=False)
+    assert facts["validation_bytes"] == num_bytes and facts["lzma_bpb"] == 8
+    assert demo_corpus.is_whole(folder, model, with_caseops=True)
+    assert not demo_corpus.is_whole(folder, model, with_caseops=False)

@@ -2,26 +2,22 @@
 
 import json
 import shutil
+import sys
 
 import check_dataset
-import numpy as np
 import pytest
 import sentencepiece
-from texts import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
+from texts import TEXTS, VOCAB_SIZE, read_shard, train_tokenizer, write_shard
 
 VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000000.bin"
 
 
-def problems_of(capsys, folder, tokenizer) -> list[str]:
-    """Return the lines on stderr; the exit status must be 1 if there are any."""
-    status = check_dataset.main([str(folder), "--tokenizer", str(tokenizer)])
-    lines = capsys.readouterr().err.splitlines()
-    assert status == int(bool(lines))
-    return lines
-
-
-def read(path) -> np.ndarray:
-    return np.fromfile(path, "<u2", offset=1024)
+def check(capsys, folder, tokenizer, *more) -> tuple[str, list[str]]:
+    """Return stdout and the lines on stderr; the exit status must be 1 if there are any."""
+    status = check_dataset.main([str(folder), "--tokenizer", str(tokenizer), *more])
+    output, errors = capsys.readouterr()
+    assert status == int(bool(errors))
+    return output, errors.splitlines()
 
 
 @pytest.fixture
@@ -38,11 +34,12 @@ def write_manifest(folder, **facts):
 def test_a_good_dataset_gives_its_counts(capsys, monkeypatch, folder, tokenizer):
     monkeypatch.setattr(check_dataset, "CHUNK", 40_000)
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-    documents = [[1, *sp.encode(text)] for text in TEXTS]
+    documents = [[1, *sp.encode(text)] for text in (f"\u00e9 {TEXTS[0]}", *TEXTS[1:])]
     write_shard(folder / VAL, sum(documents[:5], []))
     write_manifest(folder, vocab_size=VOCAB_SIZE, stats={"files_train": 2, "docs_val": 5})
-    assert check_dataset.main([str(folder), "--tokenizer", str(tokenizer)]) == 0
-    output = capsys.readouterr().out
+    sys.stdout.reconfigure(encoding="ascii")  # as in a terminal without UTF-8
+    output, problems = check(capsys, folder, tokenizer)
+    assert problems == [] and "val: begins: \\xe9 " in output
     for split, part, shards in (("val", documents[:5], 1), ("train", documents[5:], 2)):
         tokens = sum(map(len, part))
         num_bytes = sum(len(sp.decode(ids[1:]).encode()) for ids in part)
@@ -53,10 +50,10 @@ def test_a_good_dataset_gives_its_counts(capsys, monkeypatch, folder, tokenizer)
 def test_damaged_and_missing_shards_are_named(capsys, folder, tokenizer):
     write_manifest(folder, stats={"tokens_val": 1500, "files_train": 2})
     last = folder / "fineweb_train_000001.bin"
-    write_shard(folder / VAL, read(folder / VAL), magic=7)
-    write_shard(last, read(last), count=100)
+    write_shard(folder / VAL, read_shard(folder / VAL), magic=7)
+    write_shard(last, read_shard(last), count=100)
     (folder / TRAIN).unlink()
-    val, missing, train = problems_of(capsys, folder, tokenizer)
+    val, missing, train = check(capsys, folder, tokenizer)[1]
     assert str(folder / VAL) in val and "magic 7" in val
     assert f"{folder / TRAIN} is missing" in missing
     assert str(last) in train and "header says 100 tokens" in train
@@ -67,22 +64,25 @@ def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
     other = tmp_path / "other.model"
     other.write_bytes(train_tokenizer(sentence_iterator=iter(TEXTS[20:]), vocab_size=385))
     write_manifest(folder, vocab_size=VOCAB_SIZE, stats={"docs_val": 5, "docs_train": 35})
-    (line,) = problems_of(capsys, folder, other)
+    (line,) = check(capsys, folder, other)[1]
     assert "only 0 of " in line and "set --tokenizer" in line
-    write_shard(folder / TRAIN, [*read(folder / TRAIN)[:-7], VOCAB_SIZE])
-    (line,) = problems_of(capsys, folder, tokenizer)
+    write_shard(folder / TRAIN, [*read_shard(folder / TRAIN)[:-7], VOCAB_SIZE])
+    (line,) = check(capsys, folder, tokenizer)[1]
     assert str(folder / TRAIN) in line and "id 384, but 384 pieces: set --tokenizer" in line
-    write_shard(folder / VAL, read(folder / VAL).clip(2))
-    (line,) = problems_of(capsys, folder, tokenizer)
+    write_shard(folder / VAL, read_shard(folder / VAL).clip(2))
+    (line,) = check(capsys, folder, tokenizer)[1]
     assert "no val token is BOS (1): set --tokenizer" in line
 
 
-def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer):
+def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer, tmp_path):
     """The tool compares each number. Having only the first train shards is fine."""
     write_manifest(folder, stats={"files_train": 80, "tokens_train": 10**9, "tokens_val": 1500})
-    assert check_dataset.main([str(folder), "--tokenizer", str(tokenizer)]) == 0
-    assert "train: 2 of 80 shards are here\n" in capsys.readouterr().out
+    output, problems = check(capsys, folder, tokenizer)
+    assert "train: 2 of 80 shards are here\n" in output and problems == []
     for key in ("tokens_val", "docs_val", "tokens_train", "files_train", "vocab_size"):
         write_manifest(folder, stats={key: 1})
-        (line,) = problems_of(capsys, folder, tokenizer)
+        (line,) = check(capsys, folder, tokenizer)[1]
         assert f"manifest.json says {key}:" in line
+    other = (tmp_path / "manifest.json").rename(tmp_path / "other.json")
+    (line,) = check(capsys, folder, tokenizer, f"--manifest={other}")[1]
+    assert f"{other} says vocab_size:1, but 384 was found" in line

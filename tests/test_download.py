@@ -18,6 +18,7 @@ import pytest
 huggingface_hub = pytest.importorskip("huggingface_hub")
 import cached_challenge_fineweb  # noqa: E402
 import download_hf_docs_and_tokenize  # noqa: E402
+from texts import write_documents  # noqa: E402
 
 PREFIX = "/datasets/willdepueoai/parameter-golf/resolve/main/datasets/"
 TRAIN = [f"datasets/fineweb10B_sp1024/fineweb_train_{index:06d}.bin" for index in range(3)]
@@ -30,14 +31,13 @@ DOCS, SIDECAR = "docs_selected.jsonl", "docs_selected.source_manifest.json"
 def repository(tmp_path_factory, tokenizer) -> Path:
     """The output of the rebuild: documents of 301 tokens, four of them for validation."""
     folder = tmp_path_factory.mktemp("repository")
-    lines = [json.dumps({"text": chr(0x4E00 + number) * 100}) for number in range(13)]
-    (folder / DOCS).write_text("\n".join(lines))
+    write_documents(folder / DOCS, [chr(0x4E00 + number) * 100 for number in range(13)])
     (folder / SIDECAR).write_text('{"docs_val": 4}')
-    specs = [{"vocab_size": 1024, "reuse_model_path": str(tokenizer)}, {"kind": "byte"}]
     config = folder / "specs.json"
-    config.write_text(json.dumps(specs))
-    arguments = f"--output-root {folder} --tokenizer-config {config} --docs {folder / DOCS}"
-    download_hf_docs_and_tokenize.main([*arguments.split(), "--chunk-tokens", "1000"])
+    config.write_text('[{"vocab_size": 1024}, {"kind": "byte"}]')
+    arguments = f"--output-root {folder} --tokenizer-config {config} --docs {folder / DOCS} "
+    arguments += f"--reuse-sp-model 1024={tokenizer} --chunk-tokens 1000"
+    download_hf_docs_and_tokenize.main(arguments.split())
     return folder
 
 
@@ -91,9 +91,14 @@ def start(hub, *args, **environ) -> subprocess.Popen:
     environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.root.parent / "home")}
     environ |= {"HF_HUB_DOWNLOAD_TIMEOUT": "600", "PATH": os.environ["PATH"]}
     command = [sys.executable, cached_challenge_fineweb.__file__, "--root", hub.root, *args]
-    # A shell's background jobs ignore SIGINT, and their children inherit that.
-    hear = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, **hear)
+    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+def errors_of(process, code: int) -> str:
+    """Wait for the script's end, which must have this exit code, and return what it says."""
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    return errors
 
 
 def assert_present(hub, *names) -> None:
@@ -109,13 +114,13 @@ def test_a_run_downloads_what_is_missing(hub):
     names = [*VAL, MODEL, VOCAB, TRAIN[0]]
     assert download(hub.root, train_shards=1) == f"{hub.root}: 5 files downloaded, 0 were there"
     assert_present(hub, *names)
-    assert all((hub.root / name).stat().st_nlink == 2 for name in names)  # one is in the cache
     with open(hub.root / VAL[0], "r+b") as file:
         file.truncate(1500)  # in the cache, too
     hub.loaded.clear()
     summary = download(hub.root)  # the default, 80, takes all of them
     assert summary == f"{hub.root}: 3 files downloaded, 4 were there"
     assert_present(hub, *names, *TRAIN[1:])
+    assert all((hub.root / name).stat().st_nlink == 2 for name in names)  # one is in the cache
     assert sorted(hub.loaded) == [*TRAIN[1:], VAL[0]]
     hub.shutdown()
     hub.server_close()
@@ -133,6 +138,17 @@ def test_byte_shards_and_documents(hub, monkeypatch):
     download(hub.root, train_shards=0, variant="byte260", with_docs=True)
     val = [name.replace("sp1024", "byte260") for name in VAL]
     assert_present(hub, DOCS, "tokenizers/fineweb_pure_byte_260.json", *val)
+
+
+def test_the_hubs_documents_give_its_shards(hub, tokenizer):
+    arguments = f"--output-root {hub.root} --remote-root /datasets/ --chunk-tokens 1000 "
+    arguments += f"--vocab-size 1024 --reuse-sp-model 1024={tokenizer}"
+    download_hf_docs_and_tokenize.main(arguments.split())
+    for name in TRAIN + VAL:
+        assert (hub.root / name).read_bytes() == (hub.folder / name).read_bytes()
+    source = json.loads((hub.root / "manifest.json").read_text())["docs_meta"]
+    assert source["remote_repo_id"] == "willdepueoai/parameter-golf"
+    assert (source["remote_root"], source["source_manifest"]) == ("/datasets/", SIDECAR)
 
 
 def test_an_existing_tokenizer_is_kept(hub, capsys):
@@ -163,27 +179,23 @@ def test_an_interrupted_download_can_be_continued(hub):
     process = start(hub, "1")
     assert hub.stalled.wait(120)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)  # the hub still hangs
-    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
+    errors = errors_of(process, 130)  # the hub still hangs
+    assert "interrupted" in errors and "Traceback" not in errors
     assert not (hub.root / TRAIN[0]).exists()
     hub.stalls = ""
-    process = start(hub, "--train-shards", "1")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    errors_of(start(hub, "--train-shards", "1"), 0)
     assert_present(hub, *VAL, MODEL, VOCAB, TRAIN[0])
 
 
 def test_a_wrong_repository_is_one_error(hub, tmp_path):
     """It names repository and hub. The download needs no numpy."""
     (tmp_path / "numpy.py").write_text("raise ImportError('No module')")
-    process = start(hub, MATCHED_FINEWEB_REPO_ID="no/body", PYTHONPATH=str(tmp_path))
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1 and len(errors.splitlines()) == 1, errors
-    assert "no/body" in errors and hub.url in errors and "MATCHED_FINEWEB_REPO_ID" in errors
+    environ = {"MATCHED_FINEWEB_REPO_ID": "no/body", "PYTHONPATH": str(tmp_path)}
+    (line,) = errors_of(start(hub, **environ), 1).splitlines()
+    assert "no/body" in line and hub.url in line and "MATCHED_FINEWEB_REPO_ID" in line
 
 
 def test_a_missing_package_is_one_error(hub, tmp_path):
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('No module named x')")
-    process = start(hub, PYTHONPATH=str(tmp_path))
-    _, errors = process.communicate(timeout=120)
+    errors = errors_of(start(hub, PYTHONPATH=str(tmp_path)), 1)
     assert errors == "No module named x: pip install -r data/requirements.txt\n"

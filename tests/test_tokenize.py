@@ -1,15 +1,11 @@
 """data/download_hf_docs_and_tokenize.py: documents become tokenizers, shards and a manifest."""
 
-import bz2
 import functools
-import gzip
 import hashlib
 import json
-import lzma
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,8 +17,8 @@ import files
 import numpy as np
 import pytest
 import sentencepiece
-from runs import ROOT
-from texts import TEXTS, train_tokenizer
+from runs import ROOT, start
+from texts import TEXTS, read_shard, train_tokenizer, write_documents
 from tokenizer_tools import encode_texts, open_model, read_specs, sentences_of
 
 ODD_TEXTS = [
@@ -35,24 +31,18 @@ SPECS = [
      "tokenizer_train_docs": 8, "trainer_overrides": {"character_coverage": 0.98}},
     {"kind": "bytes"},
 ]  # fmt: skip
-SP = {"vocab_size": 512}
 SIDECAR = "docs_selected.source_manifest.json"
 (OUR_SPEC,) = json.loads((ROOT / "data" / "tokenizer_specs.json").read_text())["tokenizers"]
 
 
-def write_documents(path, texts=TEXTS):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
-def run(folder, *args, specs=SPECS[:1], docs=None) -> dict:
-    """Rebuild folder/docs.jsonl into folder/out, in this process. Returns the manifest."""
-    (folder / "specs.json").write_text(json.dumps(specs))
-    arguments = ["--output-root", folder / "out", "--tokenizer-config", folder / "specs.json"]
-    docs = docs if isinstance(docs, list) else [docs or folder / "docs.jsonl"]
-    arguments += ["--docs", *docs, *args]
+def run(folder, *args, specs=SPECS[:1], docs=()) -> dict:
+    """Rebuild docs (or folder/docs.jsonl) into folder/out in this process. Returns the manifest."""
+    config, out = folder / "specs.json", folder / "out"
+    config.write_text(json.dumps(specs))
+    docs = docs or [folder / "docs.jsonl"]
+    arguments = ["--output-root", out, "--tokenizer-config", config, "--docs", *docs, *args]
     rebuild.main([str(argument) for argument in arguments])
-    return json.loads((folder / "out" / "manifest.json").read_text())
+    return json.loads((out / "manifest.json").read_text())
 
 
 def failure(folder, *args, **more) -> str:
@@ -62,29 +52,11 @@ def failure(folder, *args, **more) -> str:
     return str(stop.value)
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """The output for 40 documents and odd ones from a pipe, 4 of them for validation."""
-    folder = tmp_path_factory.mktemp("export")
-    pipe = folder / "pipe"
-    os.mkfifo(pipe)
-    docs = write_documents(folder / "docs.jsonl", TEXTS + ODD_TEXTS).read_bytes()
-    threading.Thread(target=pipe.write_bytes, args=(docs,), daemon=True).start()
-    run(folder, "--num-val-docs", "4", "--chunk-tokens", "20000", specs=SPECS, docs=pipe)
-    return folder / "out"
-
-
-ODD_PIECES = {"user_defined_symbols": ["of the", " an", "  "], "vocab_size": 600}
-ODD_SETTINGS = {"remove_extra_whitespaces": False, "bos_id": 2, "eos_id": 1}
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {**ODD_PIECES, "split_by_whitespace": False}, ODD_SETTINGS], ids=str
-)
-def test_shards_have_the_tokens_that_sentencepiece_makes(tmp_path, monkeypatch, settings):
-    """For any kind of pieces, and no matter how documents are divided into batches."""
+def test_shards_have_the_tokens_that_sentencepiece_makes(tmp_path, monkeypatch):
+    """With the model's own BOS, and no matter how documents are divided into batches."""
+    settings = {"remove_extra_whitespaces": False, "bos_id": 2, "eos_id": 1}
     sp = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer(**settings))
-    texts = [*ODD_TEXTS, *TEXTS[:8], *(f" {text} " for text in TEXTS[8:12])]
+    texts = [*ODD_TEXTS, *TEXTS[:12]]
     monkeypatch.setattr(rebuild, "BATCH_SIZE", 5)
     encode = functools.partial(encode_texts, sp, 2)
     num_docs = {"val": 7, "train": len(texts) - 7}
@@ -94,8 +66,8 @@ def test_shards_have_the_tokens_that_sentencepiece_makes(tmp_path, monkeypatch, 
         sizes = [files.count_tokens(path) for path in paths]
         assert set(sizes[:-1]) <= {3000} and 0 < sizes[-1] <= 3000
         assert (stats[f"files_{split}"], stats[f"tokens_{split}"]) == (len(paths), sum(sizes))
-        tokens = [id for path in paths for id in np.fromfile(path, dtype="<u2", offset=1024)]
-        assert tokens == [id for text in part for id in (sp.bos_id(), *sp.encode(text))]
+        tokens = [id for path in paths for id in read_shard(path)]
+        assert tokens == [id for text in part for id in (2, *sp.encode(text))]
 
 
 def pieces(model: bytes) -> list[str]:
@@ -107,7 +79,7 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
     """The same pieces as SentencePiece's own trainer makes, which skips long documents."""
     docs = write_documents(tmp_path / "docs_selected.jsonl", TEXTS + ODD_TEXTS)
     (tmp_path / SIDECAR).write_text('{"docs_val": 4, "shuffle_seed": 7}')
-    manifest = run(tmp_path, specs=SPECS[:2], docs=docs)
+    manifest = run(tmp_path, specs=SPECS[:2], docs=[docs])
     assert (manifest["num_val_docs"], manifest["shuffle_seed"]) == (4, 7)
     assert manifest["docs_meta"]["source_sidecar"] == {"docs_val": 4, "shuffle_seed": 7}
     sentences = list(filter(None, (text.replace("\0", " ").strip() for text in TEXTS + ODD_TEXTS)))
@@ -125,15 +97,14 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
     assert f"sp_bpe_384: 384 pieces, trained on {report}\n" in capsys.readouterr().out
 
 
-def test_the_manifest_and_the_byte_dataset(exported):
-    """They have the keys that other tools read. A byte's token is the byte plus 4."""
-    manifest = json.loads((exported / "manifest.json").read_text())
+def test_the_manifest_and_the_byte_dataset(tmp_path):
+    """They have the keys that other tools read."""
+    write_documents(tmp_path / "docs.jsonl", TEXTS + ODD_TEXTS)
+    manifest = run(tmp_path, "--num-val-docs", 4, "--chunk-tokens", 20_000, specs=SPECS)
     stats = manifest["datasets"][0].pop("stats")
     assert (stats["docs_val"], stats["docs_train"]) == (4, 48)
     assert stats["tokens_total"] == stats["tokens_val"] + stats["tokens_train"]
-    assert manifest["num_docs"] == 52 and manifest["shard_size"] == 20_000
-    sha256 = hashlib.sha256((exported.parent / "docs.jsonl").read_bytes()).hexdigest()
-    assert manifest["docs_meta"]["docs_sha256"] == sha256 and manifest["tokenizer_specs"] == SPECS
+    assert manifest["shard_size"] == 20_000 and manifest["tokenizer_specs"] == SPECS
     ids = {"bos_id": 1, "eos_id": 2, "recommended_bigram_vocab_size": 1920}
     assert manifest["datasets"][0] == {
         "name": "fineweb10B_sp384", "tokenizer_name": "sp_bpe_384", "vocab_size": 384, **ids,
@@ -143,11 +114,8 @@ def test_the_manifest_and_the_byte_dataset(exported):
     }  # fmt: skip
     config = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "byte_offset": 4}
     config = {"config": config | {"byte_count": 256}, "vocab_size": 260}
-    tokenizer = json.loads((exported / "tokenizers/fineweb_pure_byte_260.json").read_text())
-    assert tokenizer == {"tokenizer_type": "pure_byte", **config}
-    tokens = [1, *(byte + 4 for byte in TEXTS[4].encode())]
-    shard = exported / "datasets/fineweb10B_byte260/fineweb_train_000000.bin"
-    assert np.fromfile(shard, "<u2", len(tokens), offset=1024).tolist() == tokens
+    tokenizer = (tmp_path / "out/tokenizers/fineweb_pure_byte_260.json").read_text()
+    assert json.loads(tokenizer) == {"tokenizer_type": "pure_byte", **config}
 
 
 def specs_of(tmp_path, content, overrides=None, reused=None, skip_byte=False) -> list:
@@ -175,12 +143,11 @@ def test_specs_that_players_have_are_accepted(tmp_path):
 
 def test_bad_specs_are_named(tmp_path):
     bad = {
-        "tokenizer 2: .*vocab_sise": [SP, {"vocab_sise": 5}],
+        "tokenizer 2: .*vocab_sise": [{"vocab_size": 512}, {"vocab_sise": 5}],
         "'tiktoken' is not one of": [{"kind": "tiktoken"}],
         "vocab_size 256 must be 260": [{"kind": "byte", "vocab_size": 256}],
-        "vocab_size 65537 must be 1 to 65536": [{"vocab_size": 65_537}],
         "vocab_size 0 must be 1 to 65536": [{"vocab_size": 0}],
-        "2: fineweb10B_sp512 is another": [SP, {**SP, "name": "n", "model_prefix": "p"}],
+        "2: fineweb10B_sp9 is another": [{"vocab_size": 9}, {"vocab_size": 9, "name": "n"}],
     }
     for words, content in bad.items():
         with pytest.raises(ValueError, match=rf"specs\.json.*{words}"):
@@ -195,6 +162,10 @@ def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
     assert spec.fields == {**content[1], "tokenizer_train_docs": 7}
     with pytest.raises(ValueError, match="384 pieces, more than vocab_size 300"):
         specs_of(tmp_path, [{"vocab_size": 300}], reused={300: str(tokenizer)})
+    with pytest.raises(ValueError, match="--reuse-sp-model 9: no tokenizer of .*specs.json has"):
+        specs_of(tmp_path, content, reused={9: "my.model"})
+    with pytest.raises(ValueError, match="no tokenizer to make: use --vocab-size"):
+        specs_of(tmp_path, content[:1], skip_byte=True)
 
 
 def test_a_model_of_more_pieces_than_a_token_can_name_is_refused():
@@ -207,7 +178,7 @@ def test_a_model_of_more_pieces_than_a_token_can_name_is_refused():
 def test_an_unfinished_rebuild_is_refused(tmp_path, tokenizer, capsys):
     """check_dataset.py refuses the folder; the same command starts the rebuild over."""
     write_documents(tmp_path / "docs.jsonl")
-    reuse = ["--reuse-sp-model", f"384={tokenizer}", "--num-val-docs", "4"]
+    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
     first = run(tmp_path, *reuse)
     folder = tmp_path / "out" / "datasets" / "fineweb10B_sp384"
     check = [str(folder), "--tokenizer", str(tokenizer)]
@@ -248,68 +219,47 @@ def test_documents_of_plain_text_and_json_lines(tmp_path):
     assert list(rebuild.read_documents(tmp_path / "my.txt")) == ["a ?", "b"]
 
 
-def documents_of(folder, manifest) -> list[str]:
-    """Return the texts in the order of the shards. They are those in the manifest's docs_jsonl."""
-    docs = folder / "out" / manifest["docs_jsonl"]
-    assert manifest["docs_meta"]["docs_sha256"] == hashlib.sha256(docs.read_bytes()).hexdigest()
-    texts = list(rebuild.read_documents(docs))
+def rebuilt(folder, *args, docs=()) -> tuple[list[str], dict]:
+    """Make a byte dataset. Returns the texts in the order of the shards, and the manifest."""
+    manifest = run(folder, *args, specs=SPECS[2:], docs=docs)
     path = folder / "out" / "datasets" / "fineweb10B_byte260"
-    shards = [path / f"fineweb_{split}_000000.bin" for split in ("val", "train")]
-    tokens = [token for shard in shards for token in np.fromfile(shard, "<u2", offset=1024)]
-    assert tokens == [token for text in texts for token in (1, *(b + 4 for b in text.encode()))]
-    return texts
+    shards = [read_shard(path / f"fineweb_{split}_000000.bin") for split in ("val", "train")]
+    data = bytes(255 if token == 1 else token - 4 for token in np.concatenate(shards).tolist())
+    texts = [text.decode() for text in data.split(b"\xff")[1:]]  # 255 is in no UTF-8 text
+    copy = folder / "out" / manifest["docs_jsonl"]
+    assert manifest["docs_meta"]["docs_sha256"] == hashlib.sha256(copy.read_bytes()).hexdigest()
+    assert texts == list(rebuild.read_documents(copy))
+    return texts, manifest
 
 
 def test_a_seed_shuffles_the_documents_before_the_split(tmp_path, capsys):
     """The order is the same on every platform. Without a seed, a note says what validates."""
     texts = [f"\u00e9 {number}\n" for number in range(40)]
     write_documents(tmp_path / "docs.jsonl", texts)
-    seven = run(tmp_path, "--shuffle", "7", specs=SPECS[2:])
-    shuffled = documents_of(tmp_path, seven)
+    shuffled, manifest = rebuilt(tmp_path, "--shuffle", 7)
     assert shuffled[:5] == [texts[i] for i in (5, 35, 12, 19, 15)]
-    assert sorted(shuffled) == sorted(texts) and seven["shuffle_seed"] == 7
-    assert "--shuffle" not in capsys.readouterr().out
-    assert documents_of(tmp_path, run(tmp_path, "--shuffle", "0", specs=SPECS[2:])) != shuffled
-    capsys.readouterr()
-    plain = run(tmp_path, specs=SPECS[2:])
-    assert documents_of(tmp_path, plain) == texts and plain["shuffle_seed"] is None
-    assert "Note: validation is the first 2 documents." in capsys.readouterr().out
+    assert sorted(shuffled) == sorted(texts) and manifest["shuffle_seed"] == 7
+    assert rebuilt(tmp_path, "--shuffle", 0)[0] not in (shuffled, texts)
+    in_order, manifest = rebuilt(tmp_path)
+    assert in_order == texts and manifest["shuffle_seed"] is None
+    assert capsys.readouterr().out.count("Note: validation is the first 2 documents.") == 1
 
 
-def test_documents_of_several_files_and_folders(tmp_path):
+def test_documents_of_several_files_folders_and_pipes(tmp_path):
     """In the order of --docs, a folder's in the order of their names. A document is in one file."""
-    folder = tmp_path / "folder"
+    folder, pipes = tmp_path / "folder", [tmp_path / "pipe1", tmp_path / "pipe2"]
     folder.mkdir()
     for name in ("b.txt", "a.jsonl", "c.md", ".d.txt"):
         (folder / name).write_text('{"text": "json"}' if "json" in name else f"from {name}")
     (tmp_path / "0.txt").write_text("one\n\nand two")
-    docs = [tmp_path / "0.txt", folder]
-    manifest = run(tmp_path, specs=SPECS[2:], docs=docs)
-    texts = ["one\n\nand two", "json", "from b.txt"]
-    assert documents_of(tmp_path, manifest) == texts and manifest["num_docs"] == 3
-    mixed = tmp_path / "out" / manifest["docs_jsonl"]
-    again = run(tmp_path, "--docs", folder, specs=SPECS[2:], docs=mixed)
-    assert documents_of(tmp_path, again) == [*texts, *texts[1:]]
-
-
-def test_documents_from_two_pipes(tmp_path):
-    pipes = [tmp_path / "a", tmp_path / "b"]
     for pipe in pipes:
         os.mkfifo(pipe)
         threading.Thread(target=pipe.write_text, args=(f"from {pipe.name}",), daemon=True).start()
-    manifest = run(tmp_path, specs=SPECS[2:], docs=pipes)
-    assert documents_of(tmp_path, manifest) == ["from a", "from b"]
-
-
-def test_bad_names_of_documents(tmp_path, capsys):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.md").write_text("a")
-    empty = failure(tmp_path, docs=tmp_path / "docs")
-    assert empty.startswith(f"error: {tmp_path}/docs has no .txt or .jsonl files: ")
-    missing = failure(tmp_path, docs=[tmp_path / "docs" / "a.md", tmp_path / "b.txt"])
-    assert missing == f"error: {tmp_path}/b.txt does not exist: correct --docs"
-    with pytest.raises(SystemExit, match="--shuffle needs --docs"):
-        rebuild.main(["--output-root", str(tmp_path), "--shuffle", "1"])
+    texts, manifest = rebuilt(tmp_path, docs=[*pipes, tmp_path / "0.txt", folder])
+    assert texts == ["from pipe1", "from pipe2", "one\n\nand two", "json", "from b.txt"]
+    assert manifest["num_docs"] == 5
+    mixed = tmp_path / "out" / manifest["docs_jsonl"]
+    assert rebuilt(tmp_path, "--docs", folder, docs=[mixed])[0] == [*texts, *texts[3:]]
 
 
 def test_an_interrupted_rebuild_says_how_to_go_on(tmp_path):
@@ -317,15 +267,14 @@ def test_an_interrupted_rebuild_says_how_to_go_on(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     command = [sys.executable, rebuild.__file__, "--output-root", tmp_path, "--docs", pipe]
-    # A shell's background jobs ignore SIGINT, and their children inherit that.
-    hear = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **hear)
+    process = start(tmp_path, {}, command)
     with open(pipe, "r+b", buffering=0):
         while not (tmp_path / "docs_piped").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
+        process.communicate(timeout=120)
     assert process.returncode == 1
+    errors = (tmp_path / "stderr.txt").read_text()
     assert errors == "interrupted: run the same command again to start over\n"
 
 
@@ -337,35 +286,42 @@ def test_long_texts_become_lines_for_the_tokenizers_training():
     assert sentences[0].endswith(" word") and sentences[-1] == "end"
 
 
-COMPRESSED = [
-    ("a.txt", gzip.compress(b"a")), ("a.jsonl", lzma.compress(b"a")), ("a", bz2.compress(b"a")),
-    ("a", b"(\xb5/\xfd$"), ("a", b"PK\3\4"),
-]  # fmt: skip
-
-
 def test_bad_documents_are_named(tmp_path):
     bad = [
-        *((name, start + b"a", "is compressed") for name, start in COMPRESSED),
-        ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c -f utf-8 -t utf-8 .*a.txt"),
+        ("a.jsonl", b"\x1f\x8b\x08", "is compressed"), ("a.txt", b"BZh9", "is compressed"),
+        ("a", b"\xfd7zXZ\0", "is compressed"), ("a", b"(\xb5/\xfd$", "is compressed"),
+        ("a", b"PK\3\4", "is compressed"),
+        ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c .*a.txt > fixed.txt"),
         ("a", b"%PDF-1.4", "extract"), ("a.txt", "caf\u00e9".encode("utf-16"), "convert"),
-        ("a.txt", b"", "has 0 documents"),
-        ("a.txt", b"one", "has 1 documents, .*blank lines"), ("a.json", b"[]", "line 1 must be"),
+        ("a", b"", "has 0 documents"), ("a", b"one", "has 1 documents, .*blank lines"),
+        ("a.json", b"[]", "line 1 must be"),
         ("a", b'{"text": "a"}\n\n{', "line 3 must be"), ("a", b'{"text": 5}', "line 1 must be"),
     ]  # fmt: skip
     for name, content, words in bad:
         (tmp_path / name).write_bytes(content)
-        assert re.search(rf"/{name}:? .*{words}", failure(tmp_path, docs=tmp_path / name))
+        assert re.search(rf"/{name}:? .*{words}", failure(tmp_path, docs=[tmp_path / name]))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.md").write_text("a")
+    empty = failure(tmp_path, docs=[tmp_path / "folder"])
+    assert empty.startswith(f"error: {tmp_path}/folder has no .txt or .jsonl files: ")
+    missing = failure(tmp_path, docs=[tmp_path / "a.txt", tmp_path / "b.txt"])
+    assert missing == f"error: {tmp_path}/b.txt does not exist: correct --docs"
 
 
 def test_errors_are_one_line(tmp_path, capsys):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
-    message = failure(tmp_path, specs=[{**SP, "trainer_overrides": {"coverage": 1}}], docs=docs)
+    spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
+    message = failure(tmp_path, specs=[spec], docs=[docs])
     assert "sp_bpe_512" in message and "coverage" in message
-    assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=docs)
+    assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=[docs])
     assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
     for sidecar, words in (("[]", "a JSON object"), ('{"docs_val": null}', "get 50000")):
         (tmp_path / SIDECAR).write_text(sidecar)
-        assert words in failure(tmp_path, docs=docs)
+        assert words in failure(tmp_path, docs=[docs])
+    with pytest.raises(SystemExit, match="--shuffle needs --docs"):
+        rebuild.main(["--output-root", str(tmp_path), "--shuffle", "1"])
+    with pytest.raises(SystemExit, match="--vocab-size 65537: .* must be 1 to 65536"):
+        rebuild.main(["--output-root", str(tmp_path), "--vocab-size", "65537"])
     for half in ("my.model", "384=", "=my.model", "x=my.model"):
         with pytest.raises(SystemExit):
             run(tmp_path, "--reuse-sp-model", half)

@@ -1,6 +1,7 @@
-"""Real text, small: a tokenizer and shards."""
+"""Real text, small: documents, a tokenizer and shards."""
 
 import io
+import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -24,6 +25,12 @@ def train_tokenizer(**changes) -> bytes:
     return model.getvalue()
 
 
+def write_documents(path: Path, texts=TEXTS) -> Path:
+    """Write JSON lines."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
 def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Path:
     """Write a shard. magic, version and count can make its header wrong."""
     tokens = np.asarray(tokens, dtype="<u2")
@@ -31,3 +38,7 @@ def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Pa
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + tokens.tobytes())
     return path
+
+
+def read_shard(path: Path) -> np.ndarray:
+    return np.fromfile(path, "<u2", offset=1024)
