@@ -172,16 +172,15 @@ def test_a_model_counts_once(tmp_path, capsys):
     assert "warning" not in compare(capsys, *sides, path)[1]
 
 
-def draw(baseline: list[Path], candidate: list[Path] | None = None) -> list[Axes]:
-    """Draw two sides, or one list of runs: the axes of the losses, and those of the scores."""
-    runs = [compare_runs.read_run(path) for path in baseline]
-    groups = [compare_runs.Group("runs", runs)]
-    if candidate is not None:
-        others = [compare_runs.read_run(path) for path in candidate]
-        groups = [compare_runs.Group("baseline", runs), compare_runs.Group("candidate", others)]
-    figure = compare_runs.draw(groups, is_tested=candidate is not None)
+def draw(**sides: list[Path]) -> Axes:
+    """Draw the runs of some groups."""
+    groups = [
+        compare_runs.Group(name, [compare_runs.read_run(path) for path in paths])
+        for name, paths in sides.items()
+    ]
+    figure = compare_runs.draw(groups)
     figure.draw_without_rendering()
-    return figure.axes
+    return figure.axes[0]
 
 
 def drawn(axes: Axes, points: bool) -> list[tuple[str, list[int], list[float]]]:
@@ -196,27 +195,21 @@ def legend(axes: Axes) -> list[str]:
 
 
 def test_the_picture_of_two_sides(tmp_path):
-    """Training as lines, validation as points, the scores with their means in a panel."""
+    """Training as lines, validation as points."""
     sides = write_sides(tmp_path)
     half = tmp_path / "half.txt"
     half.write_text(HEAD + START.replace("bpb:3.8938", "bpb:3.4658") + "step:18/20 tr")
-    curves, panel = draw(sides[1:5], [*sides[6:], half])
+    curves = draw(baseline=sides[1:5], candidate=[*sides[6:], half])
     assert legend(curves) == ["baseline", "candidate"]
     colors = 4 * ["#1f77b4"] + 4 * ["#ff7f0e"]
     assert drawn(curves, False) == [(color, [1, 10], [6.9301, 5.639]) for color in colors]
     finished = [(color, [0, 18], [6.9316, 3.7829]) for color in colors[:-1]]
     assert drawn(curves, True) == [*finished, ("#ff7f0e", [0], [6.9316])]
     assert {line.get_marker() for line in curves.lines[-2:]} == {"x", "None"}
-    assert curves.get_ylabel() == "loss in nats" and panel.get_title() == "final val_loss and mean"
+    assert curves.get_ylabel() == "loss in nats"
     assert curves.child_axes[0].get_ylabel() == "bits per byte"
     low, high = curves.child_axes[0].get_ylim()
     assert [low, high] == pytest.approx([y * 0.5 for y in curves.get_ylim()], rel=1e-3)
-    scores = [("#1f77b4", 4 * [0], BASELINE), ("#ff7f0e", 3 * [1], CANDIDATE)]
-    assert drawn(panel, True) == scores
-    means = [np.mean(BASELINE), np.mean(CANDIDATE)]
-    assert [y[0] for _, _, y in drawn(panel, False)] == pytest.approx(means)
-    assert not panel.yaxis.get_major_formatter().get_useOffset()
-    assert [label.get_text() for label in panel.get_xticklabels()] == ["baseline", "candidate"]
 
 
 def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
@@ -231,12 +224,11 @@ def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
     assert code == 0 and "better by more than 0.005 bits per byte? shown" in out
     early = tmp_path / "early.txt"
     early.write_text("".join(line for line in LOG.splitlines(True)[3:] if "val_" not in line))
-    curves, panel = draw(sides[1:3], [*sides[4:], early])
+    curves = draw(baseline=sides[1:3], candidate=[*sides[4:], early])
     assert curves.get_ylabel() == "loss in bits per byte" and not curves.child_axes
     assert [y[-1] for _, _, y in drawn(curves, True)] == pytest.approx([1.89145] * 2 + [1.625] * 2)
     trained = [y[-1] for _, _, y in drawn(curves, False)]
     assert trained == pytest.approx([2.8195] * 2 + [5.8 / 2.4] * 2 + [np.nan], nan_ok=True)
-    assert [y for _, _, y in drawn(panel, True)] == [[1.7, 1.75], [1.65, 1.6]]
 
 
 def test_the_axis_leaves_out_the_first_losses(tmp_path):
@@ -246,13 +238,13 @@ def test_the_axis_leaves_out_the_first_losses(tmp_path):
     texts = {"a": [*steps.items()], "half": [(1, 6.8), (50, 3.5)], "begun": [(1, 6.9), (2, "nan")]}
     for name, losses in texts.items():
         (tmp_path / name).write_text("".join(line.format(*loss) for loss in losses))
-    (curves,) = draw([tmp_path / "a", tmp_path / "begun"])
+    curves = draw(runs=[tmp_path / "a", tmp_path / "begun"])
     assert curves.get_ylim() == pytest.approx((1.95, 3.05))
     assert "first steps are above" in curves.get_title()
-    (curves,) = draw([tmp_path / "a", tmp_path / "half"])
+    curves = draw(runs=[tmp_path / "a", tmp_path / "half"])
     assert curves.get_ylim() == pytest.approx((1.925, 3.575))
     assert not curves.child_axes  # without a validation, bits per byte are unknown
-    (curves,) = draw([tmp_path / "begun"])
+    curves = draw(runs=[tmp_path / "begun"])
     assert curves.get_ylim() == pytest.approx((6.8, 7.0)) and "above" not in curves.get_title()
 
 
@@ -261,7 +253,7 @@ def test_the_picture_of_many_runs(tmp_path, count):
     """Each has its own color, and the legend is beside the curves, best score first."""
     sides = write_sides(tmp_path, 3.5 - np.arange(count) / 100, [])
     (tmp_path / "score.txt").write_text(LOG.replace("step:", "skip:"))  # has no losses
-    (curves,) = draw([*sides[1:-1], tmp_path / "score.txt"])
+    curves = draw(runs=[*sides[1:-1], tmp_path / "score.txt"])
     names = [f"baseline-{i}: {1.75 - i / 200:.4f}" for i in range(count)]
     assert legend(curves) == names[::-1]
     colors = [color for color, _, _ in drawn(curves, False)]

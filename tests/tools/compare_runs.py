@@ -5,8 +5,7 @@
 
 A log is logs/RUN_ID.txt, or the printed output of a run, of train_gpt.py or of the reference
 baseline; the run may still be going. Of several starts in one file, the last one counts. The runs
-of a side should differ only by their seed. Mean and deviation are those of a side; --baseline
-alone is enough for them.
+of a side should differ only by their seed; --baseline alone prints their mean and deviation.
 
 Exit code 0: shown to be better, or there is nothing to test. 1: not shown. 2: it could not be
 tested, or an argument or a file is wrong. 3: nothing to draw, and no other code applies.
@@ -147,11 +146,11 @@ def list_different(runs: list[Run], fact: str) -> str:
 
 def find_warnings(groups: list[Group]) -> list[str]:
     """List differences that make a comparison meaningless."""
-    warnings = []
     runs = [run for group in groups for run in group.finished]
-    for fact in SHARED_FACTS:
-        if values := list_different(runs, fact):
-            warnings.append(f"the runs differ in {fact}: {values}")
+    different = {fact: list_different(runs, fact) for fact in SHARED_FACTS}
+    warnings = [
+        f"the runs differ in {fact}: {values}" for fact, values in different.items() if values
+    ]
     for group in groups:
         if group.name == "runs":
             continue
@@ -295,22 +294,23 @@ def losses_in_view(curves: list[dict[int, float]]) -> tuple[float, float]:
 
 
 def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
-    """Draw training losses as lines and validation losses as points."""
+    """Draw training losses as lines and validation losses as points, a color for each group."""
     colors = [f"C{i}" for i in range(len(groups))]  # ten, which are easy to tell apart
     if len(groups) > 10:
         colors = list(colormaps["turbo"](np.linspace(0, 1, len(groups))))
     curves = []
     for group, color in zip(groups, colors, strict=True):
+        line = {"linewidth": 0.9, "alpha": 0.7, "color": color}
         dots = {"marker": "x" if group.name == "candidate" else "o", "markersize": 4}
-        line = {"linewidth": 0.9, "alpha": 0.7}
-        axes.plot([], [], color=color, label=group.name, **line, **dots)
+        axes.plot([], [], label=group.name, **line, **dots)
+        dots |= {"linestyle": "", "color": color}
         for run in group.runs:
             # Without a validation yet, bits per byte are unknown: nan leaves the run out.
             factor = 1.0 if unit == "nats" else run.bpb_per_nat
-            for losses, style in ((run.train, line), (run.val, dots | {"linestyle": ""})):
+            for losses, style in ((run.train, line), (run.val, dots)):
                 if losses:
                     curves.append({step: factor * loss for step, loss in losses.items()})
-                    axes.plot([*curves[-1]], [*curves[-1].values()], color=color, **style)
+                    axes.plot([*curves[-1]], [*curves[-1].values()], **style)
     low, high = losses_in_view(curves)
     title = "training (lines) and validation (points)"
     if any(loss > high for losses in curves for loss in losses.values()):
@@ -320,35 +320,17 @@ def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def draw_scores(axes: Axes, sides: list[Group], unit: str) -> None:
-    """Draw the score of each finished run, with the mean of its side as a bar."""
-    for i, side in enumerate(sides):
-        scores = side.values(SCORES[unit])
-        axes.plot(len(scores) * [i], scores, f"C{i}", linestyle="", marker="ox"[i], markersize=4)
-        axes.plot([i - 0.3, i + 0.3], 2 * [fmean(scores)], f"C{i}")
-    axes.set_title(f"final {SCORES[unit]} and mean", fontsize="medium")
-    axes.set_xticks((0, 1), [side.name for side in sides])
-    axes.set_xlim(-0.5, 1.5)
-    axes.ticklabel_format(axis="y", useOffset=False)
-    axes.yaxis.tick_right()
-    axes.grid(axis="y", alpha=0.3)
-
-
-def draw(groups: list[Group], is_tested: bool) -> Figure:
-    """Draw the losses of each run and, next to them, the scores of two sides that are tested."""
+def draw(groups: list[Group]) -> Figure:
+    """Draw the losses of each side, or of each run."""
     runs = [run for group in groups for run in group.runs]
     unit = common_unit(runs, tolerance=1e-3)
     legend = {"loc": "outside right upper", "fontsize": "small", "frameon": False}
     if groups[0].name == "runs":
         groups = split_into_runs(runs)
         legend |= {"title": "score in bits per byte", "title_fontsize": "small"}
-    height = max(4.5, 0.2 * len(groups))  # in inches; a run has a line in the legend
+    height = max(4.5, 0.2 * len(groups))  # in inches: a group has a line in the legend
     figure = Figure(figsize=(9, height), layout="constrained")
-    if is_tested:
-        axes, panel = figure.subplots(1, 2, width_ratios=(2.4, 1))
-        draw_scores(panel, groups, unit)
-    else:
-        axes = figure.subplots()
+    axes = figure.add_subplot()
     draw_curves(axes, groups, unit)
     known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
     if unit == "nats" and known:
@@ -389,7 +371,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             print("nothing to draw: no log has a loss of a step yet", file=sys.stderr)
             code = code or 3
         elif args.picture:
-            draw(groups, is_tested=bool(args.candidate) and code < 2).savefig(args.picture, dpi=150)
+            draw(groups).savefig(args.picture, dpi=150)
     except OSError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         code = 2
