@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("", "data", "tests/helpers")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 from files import write_shard
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
