@@ -358,9 +358,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         parser.error("give either logs, or --baseline and perhaps --candidate")
     sides = {"runs": args.logs, "baseline": args.baseline, "candidate": args.candidate}
     try:
-        # A file that is named twice is one run.
-        given = {name: dict.fromkeys(paths) for name, paths in sides.items() if paths}
-        groups = [Group(name, [*map(read_run, paths)]) for name, paths in given.items()]
+        groups = [Group(name, [*map(read_run, paths)]) for name, paths in sides.items() if paths]
         runs = [run for group in groups for run in group.runs]
         if len({run.name for run in runs}) < len(runs):
             for run in runs:
