@@ -131,6 +131,8 @@ def test_the_table(tmp_path, capsys):
     assert code == 0 and ["baseline-1", "1", "18", *numbers] in rows
     assert ["n = 4, mean", "344.44", "3.511150", "1.755575", "984,749", "1,072,710"] in rows
     assert ["standard deviation", "0.00", "0.002585", "0.001293", "0", "0"] in rows
+    ends = {len(line) for line in out.splitlines() if line.endswith(("1,072,710", "_bytes"))}
+    assert len(ends) == 1 and out.count("1,072,710") == 5  # the columns are aligned
     code, out = compare(capsys, *sides[1:5])  # any runs: no mean
     assert code == 0 and "  baseline-1 " in out and "mean" not in out
     (tmp_path / "baseline-0").write_text(LOG)  # two files of one name

@@ -147,10 +147,10 @@ def list_different(runs: list[Run], fact: str) -> str:
 def find_warnings(groups: list[Group]) -> list[str]:
     """List differences that make a comparison meaningless."""
     runs = [run for group in groups for run in group.finished]
-    different = {fact: list_different(runs, fact) for fact in SHARED_FACTS}
-    warnings = [
-        f"the runs differ in {fact}: {values}" for fact, values in different.items() if values
-    ]
+    warnings = []
+    for fact in SHARED_FACTS:
+        if values := list_different(runs, fact):
+            warnings.append(f"the runs differ in {fact}: {values}")
     for group in groups:
         if group.name == "runs":
             continue
