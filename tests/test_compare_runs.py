@@ -204,9 +204,9 @@ def test_the_picture_of_two_sides(tmp_path):
     assert drawn(curves, True) == [*finished, ("#ff7f0e", [0], [6.9316])]
     assert {line.get_marker() for line in curves.lines[-2:]} == {"x", "None"}
     assert curves.get_ylabel() == "loss in nats"
-    assert curves.child_axes[0].get_ylabel() == "bits per byte"
-    low, high = curves.child_axes[0].get_ylim()
-    assert [low, high] == pytest.approx([y * 0.5 for y in curves.get_ylim()], rel=1e-3)
+    right = curves.figure.axes[1]
+    assert right.get_ylabel() == "bits per byte"
+    assert right.get_ylim() == pytest.approx([y * 0.5 for y in curves.get_ylim()], rel=1e-3)
 
 
 def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
@@ -222,7 +222,7 @@ def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
     early = tmp_path / "early.txt"
     early.write_text("".join(line for line in LOG.splitlines(True)[3:] if "val_" not in line))
     curves = draw(baseline=sides[1:3], candidate=[*sides[4:], early])
-    assert curves.get_ylabel() == "loss in bits per byte" and not curves.child_axes
+    assert curves.get_ylabel() == "loss in bits per byte" and curves.figure.axes == [curves]
     assert [y[-1] for _, _, y in drawn(curves, True)] == pytest.approx([1.89145] * 2 + [1.625] * 2)
     trained = [y[-1] for _, _, y in drawn(curves, False)]
     assert trained == pytest.approx([2.8195] * 2 + [5.8 / 2.4] * 2 + [np.nan], nan_ok=True)
@@ -240,7 +240,7 @@ def test_the_axis_leaves_out_the_first_losses(tmp_path):
     assert "first steps are above" in curves.get_title()
     curves = draw(runs=[tmp_path / "a", tmp_path / "half"])
     assert curves.get_ylim() == pytest.approx((1.925, 3.575))
-    assert not curves.child_axes  # without a validation, bits per byte are unknown
+    assert curves.figure.axes == [curves]  # without a validation, bits per byte are unknown
     curves = draw(runs=[tmp_path / "begun"])
     assert curves.get_ylim() == pytest.approx((6.8, 7.0)) and "above" not in curves.get_title()
 

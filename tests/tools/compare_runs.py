@@ -334,8 +334,8 @@ def draw(groups: list[Group]) -> Figure:
     draw_curves(axes, groups, unit)
     known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
     if unit == "nats" and known:
-        functions = (lambda nats: nats * known[0], lambda bpb: bpb / known[0])
-        axes.secondary_yaxis("right", functions=functions).set_ylabel("bits per byte")
+        limits = [known[0] * loss for loss in axes.get_ylim()]
+        axes.twinx().set(ylim=limits, ylabel="bits per byte")
     figure.legend(**legend)
     return figure
 
