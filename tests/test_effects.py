@@ -7,6 +7,7 @@ import effects
 import pytest
 from effects import COLORS, RECIPES, ROW
 from matplotlib.colors import to_hex
+from scipy import stats
 from scripts import NAMES, RECORD, RECORD_1493
 
 pytestmark = pytest.mark.baseline
@@ -38,15 +39,15 @@ def test_one_rule_for_better_and_worse():
         half = 0.5 / tan(pi * (0.5 - p)) * tan(pi * 0.475)
         for effect, word in (-0.5, "better"), (0.5, "worse"):
             figures = {"effect": effect, "low": effect - half, "high": effect + half, "seeds": 2}
-            row = {name: str(figure) for name, figure in figures.items()}
-            assert effects.p_of_direction(row) == pytest.approx(p)
-            assert effects.verdict(row) == (word if is_shown else "not shown")
+            assert effects.verdict(figures) == (word if is_shown else "not shown")
 
 
 def test_the_files_p_is_that_of_its_interval():
     for row in ROWS:
-        p = effects.p_of_direction(row)
-        p = p if float(row["effect"]) <= 0 else 1 - p
+        effect, low, high = (float(row[name]) for name in ("effect", "low", "high"))
+        degrees_of_freedom = int(row["seeds"]) - 1
+        standard_error = (high - low) / 2 / stats.t.isf(0.025, degrees_of_freedom)
+        p = stats.t.cdf(effect / standard_error, degrees_of_freedom)
         assert p == pytest.approx(float(row["p"]), rel=0.5, abs=0.03), row
 
 

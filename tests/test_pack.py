@@ -23,7 +23,8 @@ def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess:
 
 def test_a_minified_script_trains_on_two_ranks(tmp_path, knobs):
     packed = tmp_path / "packed.py"
-    run(tmp_path, PACK, "--minify", SCRIPT, packed)
+    result = run(tmp_path, PACK, "--minify", SCRIPT, packed)
+    assert result.stdout.endswith(f"packed.py: {packed.stat().st_size} bytes\n")
     lines = finished(run_ranks(tmp_path, knobs, 2, [packed])[0])
     assert f"Code size: {packed.stat().st_size} bytes" in lines
     assert packed.stat().st_size < 0.3 * SCRIPT.stat().st_size

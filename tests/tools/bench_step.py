@@ -75,8 +75,7 @@ def main() -> None:
         for name, ms in times.items():
             per_second = 1000 * hp.train_batch_tokens / ms
             report(f"{name:8} {ms:9.1f} ms/step {per_second:9.0f} tokens/s")
-        ratio = times["plain"] / times["trainer"]
-        report(f"ratio    {ratio:9.2f}x")
+        report(f"ratio    {times['plain'] / times['trainer']:9.2f}x")
         if dist.is_initialized():
             dist.barrier()
             os._exit(0)  # the interpreter's own exit may hang in gloo's threads

@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pack
 import torch
@@ -17,38 +16,30 @@ from trained import load_script
 
 
 @torch.no_grad()
-def forecast(script: ModuleType, code: bytes, std: float) -> tuple[int, int, int]:
-    """Return the number of parameters, the artifact's bytes and the limit. code: packed script."""
-    hp = script.Hyperparameters.from_env({**os.environ, "DATA_PATH": "none"})
-    torch.manual_seed(hp.seed)
-    gpt = script.GPT(hp, torch.bfloat16)
-    for param in gpt.parameters():
-        param.normal_(std=std)
-    runtime = script.Runtime(0, 1, torch.device("cpu"), torch.bfloat16, False, code)
-    artifact, _ = script.export(gpt, hp, runtime)
-    return sum(param.numel() for param in gpt.parameters()), len(artifact), script.SIZE_LIMIT
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("script", type=Path, nargs="?", default="train_gpt.py")
     std_help = "standard deviation of the weights (0.3); almost without effect with sd_clip"
     parser.add_argument("--std", type=float, default=0.3, help=std_help)
     args = parser.parse_args(arguments)
-    try:
-        code = pack.pack(pack.minify(args.script.read_text(encoding="utf-8"))).encode()
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        parser.error(str(error))
     script = load_script(args.script)
+    code = pack.pack(pack.minify(args.script.read_text(encoding="utf-8"))).encode()
     try:
-        num_params, artifact, limit = forecast(script, code, args.std)
+        hp = script.Hyperparameters.from_env({**os.environ, "DATA_PATH": "none"})
     except script.InputError as error:
         parser.error(str(error))
-    left = limit - artifact - len(code)
+    torch.manual_seed(hp.seed)
+    gpt = script.GPT(hp, torch.bfloat16)
+    for param in gpt.parameters():
+        param.normal_(std=args.std)
+    runtime = script.Runtime(0, 1, torch.device("cpu"), torch.bfloat16, False, code)
+    artifact = len(script.export(gpt, hp, runtime)[0])
+    num_params = sum(param.numel() for param in gpt.parameters())
+    left = script.SIZE_LIMIT - artifact - len(code)
     print(f"parameters {num_params:>12,}")
     print(f"artifact   {artifact:>12,} bytes, {8 * artifact / num_params:.2f} bits per parameter")
     print(f"code       {len(code):>12,} bytes, packed with --minify")
-    print(f"left       {left:>12,} bytes of {limit:,}")
+    print(f"left       {left:>12,} bytes of {script.SIZE_LIMIT:,}")
     return int(left < 0)
 
 

@@ -51,14 +51,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.script.resolve() == args.packed.resolve():
         parser.error(f"{args.packed} would overwrite its own source: name another file")
-    try:
-        source = args.script.read_text(encoding="utf-8")
-        compile(source, args.script, "exec")
-        args.packed.write_text(pack(minify(source) if args.minify else source))
-    except (OSError, SyntaxError, ValueError) as error:
-        parser.error(str(error))
-    sizes = [f"{path}: {path.stat().st_size} bytes" for path in (args.script, args.packed)]
-    print(", ".join(sizes))
+    source = args.script.read_text(encoding="utf-8")
+    args.packed.write_text(pack(minify(source) if args.minify else source))
+    before, after = (path.stat().st_size for path in (args.script, args.packed))
+    print(f"{args.script}: {before} bytes, {args.packed}: {after} bytes")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--script", type=Path, default=SCRIPT, help="trained the model")
     parser.add_argument("--tokenizer", help="default: TOKENIZER_PATH of the run")
     args = parser.parse_args(arguments)
-    if args.temperature < 0 or args.tokens < 1:
-        parser.error("--temperature must be at least 0, and --tokens at least 1")
     for path in (args.model, args.script):
         if not path.is_file():
             sys.exit(f"{str(path)!r} is not a file: name the model first, then the prompt")
