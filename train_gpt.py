@@ -709,9 +709,6 @@ def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
     """This rank's GPU, or the CPU."""
     num_gpus = torch.cuda.device_count()
     if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
-        if "OMP_NUM_THREADS" not in os.environ:
-            # Waiting threads spin. If another program takes a core, one thread less is faster.
-            torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
         return torch.device("cpu")
     if local_rank >= num_gpus:
         raise InputError(f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs: set DEVICE=cpu")
@@ -729,6 +726,9 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
         raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
     device = open_device(hp, int(os.environ.get("LOCAL_RANK", "0")))
     on_gpu = device.type == "cuda"
+    if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
+        # Waiting threads spin. If another program takes a core, one thread less is faster.
+        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if distributed:
         # After a restart, torchrun's store still has the old ranks' entries: the prefix hides them.
         store, _, _ = next(dist.rendezvous("env://"))
