@@ -139,25 +139,48 @@ def test_the_record_trains(tmp_path, knobs, monkeypatch):
     assert "step:6/6 train_loss:" in log and "gptq_time:" in log and "WARNING" not in log
 
 
+def entropy(values: torch.Tensor) -> float:
+    """Bytes of these values if each is coded by its frequency alone."""
+    shares = values.unique(return_counts=True)[1] / values.numel()
+    return values.numel() / 8 * float((shares * -shares.log2()).sum())
+
+
 @pytest.mark.parametrize("n", [1, 511, 512, 10_001, 10**6])
 def test_rans_restores_values_and_refuses_damage(tmp_path, n, monkeypatch):
     module = load(patch_script(tmp_path, ["rans"]), monkeypatch)
     torch.manual_seed(n)
-    uniform, normal = torch.randint(-128, 128, (n,)), (3 * torch.randn(n, 1)).round()
-    tensors = [uniform, normal, torch.rand(n) < 1e-4, torch.full((n,), -7)]
+    uniform, normal = torch.randint(-128, 128, (n,)), (3 * torch.randn(n)).round()
+    tensors = [uniform, normal, torch.rand(n) < 1e-4, torch.full((n, 1), -7)]
     values = {str(i): tensor.to(torch.int8) for i, tensor in enumerate(tensors)}
     encoded = module.encode_values({"quantized": values})
-    _, lanes, stream, _ = encoded["rans"]
-    shares = [part.unique(return_counts=True)[1] / n for part in values.values()]
-    entropy = sum(n / 8 * float((share * -share.log2()).sum()) for share in shares)  # bytes
-    assert stream.nbytes + lanes.nbytes <= 1.001 * entropy + 8 * module.RANS_LANES
+    _, lanes, stream, *_ = encoded["rans"]
+    wanted = sum(entropy(part) for part in values.values())
+    assert stream.nbytes + lanes.nbytes <= 1.001 * wanted + 8 * module.RANS_LANES
     decoded = module.deserialize(module.compress(module.serialize(encoded)), "")["quantized"]
     assert all(torch.equal(decoded[name], values[name]) for name in values)
-    for part in encoded["rans"][:3] if n == 10_001 else ():
-        part.flatten()[part.numel() // 2] ^= 1
+    tables, lanes, stream, _, _, levels, _ = encoded["rans"]
+    for part in (tables, lanes, stream, levels) if n == 10_001 else ():
+        index = part.argmax()
+        part.flatten()[index] ^= 1
         with pytest.raises(module.InputError, match="a file is damaged"):
             module.deserialize(module.compress(module.serialize(encoded)), "a file")
-        part.flatten()[part.numel() // 2] ^= 1
+        part.flatten()[index] ^= 1
+
+
+@pytest.mark.parametrize("alike", ["columns", "rows"])
+def test_rans_takes_less_than_the_entropy_of_matrices(tmp_path, alike, monkeypatch):
+    """If columns differ in spread, or if rows resemble earlier rows."""
+    module = load(patch_script(tmp_path, ["rans"]), monkeypatch)
+    torch.manual_seed(0)
+    values = 3 * torch.randn(700, 600)  # wider than RANS_LANES
+    if alike == "columns":
+        values *= torch.linspace(0.2, 1.8, 600)
+    else:
+        values[350:] = values[:350].flip(0) + torch.randn(350, 600)
+    values = values.round().to(torch.int8)
+    encoded = module.encode_values({"quantized": {"0": values}})
+    assert sum(part.nbytes for part in encoded["rans"][1:-1]) < 0.98 * entropy(values)
+    assert torch.equal(module.decode_values(encoded)["quantized"]["0"], values)
 
 
 def test_gptq_lowers_the_error_of_the_outputs(tmp_path, monkeypatch):
