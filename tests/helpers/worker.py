@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -32,18 +31,11 @@ def kill_rank_1() -> None:
     train_gpt.train_step = train_step
 
 
-def ignore_sighup() -> None:
-    """As nohup does."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
 def wait_for_closing() -> None:
-    """The second step writes the file `ready` and waits until the terminal is closed. (On several
-    ranks the warm-up takes the first one.)"""
-    calls = count()
+    """The second step writes the file `ready` and waits until the terminal is closed."""
 
     def train_step(state, train_step=train_gpt.train_step):
-        if next(calls) == 1:
+        if state.step == 1:
             open("ready", "w").close()
             while os.isatty(1):
                 time.sleep(0.01)
