@@ -125,7 +125,10 @@ def test_a_checkpoint_of_more_shards_than_there_are_is_an_error(copied, long_kno
     less = shutil.copytree(dataset, copied / "less")
     (less / "fineweb_train_000001.bin").unlink()
     changes = {"RESUME": str(CHECKPOINT), "RUN_ID": "other", "DATA_PATH": str(less)}
-    failed(run_here(copied, {**long_knobs, **changes}), f"{CHECKPOINT} needs more train shards than DATA_PATH has")
+    failed(
+        run_here(copied, {**long_knobs, **changes}),
+        f"{CHECKPOINT} needs more train shards than DATA_PATH has",
+    )
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, long_knobs, monkeypatch):

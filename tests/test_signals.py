@@ -60,8 +60,9 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, knobs, m
 
 def signal_in(name: str) -> None:
     """SIGTERM comes in this function of the script."""
+    function = getattr(train_gpt, name)
 
-    def changed(*arguments, function=getattr(train_gpt, name)):
+    def changed(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return function(*arguments)
 
