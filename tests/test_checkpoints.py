@@ -6,11 +6,11 @@ import shutil
 import signal
 from pathlib import Path
 
+import kill_worker
 import pytest
 import torch
 from runs import (
     ALONE,
-    WORKER,
     failed,
     finished,
     launch_command,
@@ -201,7 +201,8 @@ def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
     """torchrun restarts all ranks when one is killed. When it gets a signal itself, they save and
     leave. Two ranks that resume end with the same bits as undisturbed ones."""
     environ = {**long_knobs, "CHECKPOINT_EVERY": "5", "RESUME": "auto"}
-    agent = start(tmp_path, environ, [*launch_command(2, restarts=1), WORKER, "kill_rank_1"])
+    command = [*launch_command(2), "--max-restarts=1", kill_worker.__file__]
+    agent = start(tmp_path, environ, command)
     read_until(agent, f"resume:{CHECKPOINT} step:10 ")
     read_until(agent, "waiting")
     agent.send_signal(signal.SIGTERM)
