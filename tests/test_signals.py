@@ -90,7 +90,7 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, mo
     assert (result.returncode, result.stderr) == (130, "")
 
 
-# 1: torchrun's own code; 120: Python gives this one without a stderr.
+# torchrun exits with 1, or with 120, which is Python's code if stderr is gone.
 @pytest.mark.parametrize("ranks, codes", [(0, [129]), (2, [1, 120])], ids=["alone", "torchrun"])
 def test_a_closed_terminal_loses_nothing(tmp_path, knobs, ranks, codes):
     environ = {**knobs, "ITERATIONS": "1000000", "WARMUP_STEPS": "0"}
