@@ -58,10 +58,11 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, knobs, m
 
 
 def signal_in(name: str) -> None:
-    """SIGTERM comes in this function of the script."""
+    """SIGTERM comes in the first call of this function of the script."""
     function = getattr(train_gpt, name)
 
     def changed(*arguments):
+        setattr(train_gpt, name, function)
         os.kill(os.getpid(), signal.SIGTERM)
         return function(*arguments)
 
