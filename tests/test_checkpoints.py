@@ -6,11 +6,11 @@ import shutil
 import signal
 from pathlib import Path
 
+import kill_worker
 import pytest
 import torch
 from runs import (
     ALONE,
-    WORKER,
     failed,
     finished,
     launch_command,
@@ -74,16 +74,6 @@ def test_a_checkpoint_replaces_the_previous_one_and_the_last_step_has_one(undist
     assert torch.load(folder / CHECKPOINT, weights_only=True)["step"] == 20
 
 
-@pytest.mark.parametrize("every, steps", [(1, [1, 2, 3]), (2, [2, 3])])
-def test_checkpoints_are_written_every_so_many_steps_and_at_the_end(
-    tmp_path, long_knobs, every, steps
-):
-    few = {"NUM_LAYERS": "1", "ITERATIONS": "3", "CHECKPOINT_EVERY": str(every)}
-    log = finished(run_here(tmp_path, {**long_knobs, **few}))
-    saved = [line for line in log if line.startswith("checkpoint:")]
-    assert saved == [f"checkpoint:{CHECKPOINT} step:{step}" for step in steps]
-
-
 def test_after_a_failed_export_the_same_command_goes_on_to_the_export(
     undisturbed, copied, long_knobs, monkeypatch
 ):
@@ -129,22 +119,16 @@ def test_the_current_rates_apply_and_the_rest_of_a_group_is_restored(long_knobs)
 
 
 def test_a_checkpoint_of_more_shards_than_there_are_is_an_error(copied, long_knobs, dataset):
+    """Also in a run with another RUN_ID."""
     saved = torch.load(copied / CHECKPOINT, weights_only=True)
     torch.save({**saved, "stream": (1, 7)}, copied / CHECKPOINT)
     less = shutil.copytree(dataset, copied / "less")
     (less / "fineweb_train_000001.bin").unlink()
-    result = run_here(copied, {**long_knobs, "RESUME": "auto", "DATA_PATH": str(less)})
-    failed(result, f"{CHECKPOINT} needs more train shards than DATA_PATH has")
-
-
-def test_a_file_to_resume_does_not_hide_the_checkpoint_of_this_run(copied, long_knobs):
-    """A run that started from base.pt and was killed must not start there again."""
-    base = shutil.copy(copied / CHECKPOINT, copied / "base.pt")
-    environ = {**long_knobs, "RESUME": str(base)}
-    before = (copied / CHECKPOINT).read_bytes()
-    failed(run_here(copied, environ), f"{CHECKPOINT} exists: set RESUME=auto")
-    assert (copied / CHECKPOINT).read_bytes() == before
-    finished(run_here(copied, {**environ, "RUN_ID": "other"}))
+    changes = {"RESUME": str(CHECKPOINT), "RUN_ID": "other", "DATA_PATH": str(less)}
+    failed(
+        run_here(copied, {**long_knobs, **changes}),
+        f"{CHECKPOINT} needs more train shards than DATA_PATH has",
+    )
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, long_knobs, monkeypatch):
@@ -160,22 +144,27 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, long_knobs,
     lines = result.stdout.splitlines()
     saved = [line for line in lines if line.startswith("checkpoint:")]
     assert saved == [f"checkpoint:{CHECKPOINT} step:{step}" for step in (5, 10)]
+    # A last step that has a checkpoint gets no second one.
     warned = [line for line in lines if line.startswith(f"WARNING: {CHECKPOINT} is not replaced")]
     assert len(warned) == 2 and result.returncode == 1
     assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["step"] == 10
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    "changes, words",
     [
         ({}, f"{CHECKPOINT} exists: set RESUME=auto"),
+        ({"RESUME": "base.pt"}, f"{CHECKPOINT} exists: set RESUME=auto"),
         ({"RESUME": "auto", "NUM_LAYERS": "2"}, f"{CHECKPOINT} does not fit"),
+        ({"RESUME": "auto", "SEED": "2"}, f"{CHECKPOINT} is of SEED=1337"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
     copied, long_knobs, changes, words
 ):
-    """The checkpoint is not overwritten."""
+    """The checkpoint is not overwritten. A run that started from base.pt and was killed must not
+    start there again."""
+    shutil.copy(copied / CHECKPOINT, copied / "base.pt")
     before = (copied / CHECKPOINT).read_bytes()
     environ = {**long_knobs, "WARMUP_STEPS": "1", "CHECKPOINT_EVERY": "1", **changes}
     result = run_here(copied, environ)
@@ -213,7 +202,8 @@ def test_kill_9_and_sigterm_under_torchrun_change_no_bit(tmp_path, long_knobs):
     """torchrun restarts all ranks when one is killed. When it gets a signal itself, they save and
     leave. Two ranks that resume end with the same bits as undisturbed ones."""
     environ = {**long_knobs, "CHECKPOINT_EVERY": "5", "RESUME": "auto"}
-    agent = start(tmp_path, environ, [*launch_command(2, restarts=1), WORKER, "kill_rank_1"])
+    command = [*launch_command(2), "--max-restarts=1", kill_worker.__file__]
+    agent = start(tmp_path, environ, command)
     read_until(agent, f"resume:{CHECKPOINT} step:10 ")
     read_until(agent, "waiting")
     agent.send_signal(signal.SIGTERM)

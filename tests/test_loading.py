@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import score
 import torch
-from runs import ALONE, SCRIPT, failed, run_here, run_ranks, scores
+from runs import ALONE, SCRIPT, failed, finished, run_here, run_ranks, scores
 
 import train_gpt
 from train_gpt import (
@@ -51,13 +51,13 @@ ALL = [*PLAIN, (load_model, ARTIFACT)]
 
 # ---- damaged and foreign files -------------------------------------------------------------------
 @pytest.mark.parametrize("load, name", ALL)
-def test_a_flipped_byte_is_refused_or_changes_no_weight(trained, tmp_path, state, load, name):
+def test_a_flipped_byte_is_refused_or_changes_nothing(trained, tmp_path, state, load, name):
     """Mostly near an end of the file, where its structure is. Some bytes, such as padding, have no
     meaning."""
     data, path = (trained[0] / name).read_bytes(), tmp_path / "file"
     chance = random.Random(0)
     load(state, path, data)
-    wanted = {key: tensor.clone() for key, tensor in state.gpt.state_dict().items()}
+    wanted = state.state_dict()
     refused = 0
     for _ in range(80):
         place = chance.choice([range(len(data)), range(100), range(-100, 0)])
@@ -69,19 +69,9 @@ def test_a_flipped_byte_is_refused_or_changes_no_weight(trained, tmp_path, state
             assert str(path) in str(error)
             refused += 1
             continue
-        for key, tensor in state.gpt.state_dict().items():
-            assert torch.equal(tensor, wanted[key]), f"byte {i} of {len(data)} changed {key}"
+        note = f"byte {i} of {len(data)}"
+        torch.testing.assert_close(state.state_dict(), wanted, rtol=0, atol=0, msg=note)
     assert refused > 20, refused
-
-
-@pytest.mark.parametrize("load, name", ALL)
-def test_a_byte_of_the_weights_is_never_changed_in_silence(trained, tmp_path, state, load, name):
-    data = (trained[0] / name).read_bytes()
-    for i in random.Random(0).sample(range(len(data) // 4, len(data) // 2), 10):
-        changed = bytearray(data)
-        changed[i] ^= 1
-        with pytest.raises(InputError, match="file'? is damaged"):
-            load(state, tmp_path / "file", bytes(changed))
 
 
 @pytest.mark.parametrize("load, name", ALL)
@@ -100,23 +90,22 @@ class Hostile:
 
 
 @pytest.mark.parametrize("load", [load_model, resume])
-@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("save", [torch.save, pickle.dump])
 @pytest.mark.parametrize("wrap", [train_gpt.compress, bytes])
-def test_no_code_is_run_from_a_file(tmp_path, monkeypatch, state, load, is_zip, wrap):
+def test_no_code_is_run_from_a_file(tmp_path, monkeypatch, state, load, save, wrap):
     """Whatever the file is wrapped in."""
     monkeypatch.chdir(tmp_path)
     file = io.BytesIO()
-    torch.save({"model": Hostile()}, file, _use_new_zipfile_serialization=is_zip)
-    for data in (file.getvalue(), pickle.dumps(Hostile())):
-        with pytest.raises(InputError, match="hostile.pt'? is damaged") as caught:
-            load(state, tmp_path / "hostile.pt", wrap(data))
-        assert "weights_only" not in str(caught.value)  # torch advises to run the code
-        assert not Path("marker").exists()
+    save({"model": Hostile()}, file)
+    with pytest.raises(InputError, match="hostile.pt'? is damaged") as caught:
+        load(state, tmp_path / "hostile.pt", wrap(file.getvalue()))
+    assert "weights_only" not in str(caught.value)  # torch advises to run the code
+    assert not Path("marker").exists()
     pickle.loads(pickle.dumps(Hostile()))
     assert Path("marker").exists()  # it would have worked
 
 
-@pytest.mark.parametrize("load, name", [*PLAIN, (load_model, ARTIFACT)])
+@pytest.mark.parametrize("load, name", ALL)
 def test_weights_of_another_model_are_an_error_that_names_the_file(
     trained, tmp_path, state, load, name
 ):
@@ -127,7 +116,7 @@ def test_weights_of_another_model_are_an_error_that_names_the_file(
 
 @pytest.mark.parametrize("name", [ARTIFACT, MODEL])
 def test_what_is_not_a_checkpoint_cannot_be_resumed(trained, tmp_path, state, name):
-    with pytest.raises(InputError, match="file"):
+    with pytest.raises(InputError, match="file'? is not a checkpoint"):
         resume(state, tmp_path / "file", (trained[0] / name).read_bytes())
 
 
@@ -148,13 +137,10 @@ def score_knobs(tmp_path, quantized_knobs) -> dict[str, str]:
     return {"DATA_PATH": str(data), "DEVICE": "cpu"}
 
 
-def score_file(folder: Path, knobs: dict, path: Path, ranks: int = 0, code: int = 0) -> list[str]:
-    """Run score.py, which must exit with this code. Returns its log."""
-    if ranks:
-        result = run_ranks(folder, knobs, ranks, [score.__file__, path])[0]
-    else:
-        result = run_here(folder, knobs, score, [str(path)])
-    assert result.returncode == code, result.stderr
+def score_file(folder: Path, knobs: dict, path: Path) -> list[str]:
+    """Run score.py, which must succeed. Returns its log."""
+    result = run_here(folder, knobs, score, [str(path)])
+    assert result.returncode == 0, result.stderr
     assert f"score:{path}" in result.stdout.splitlines()
     return result.stdout.splitlines()
 
@@ -179,9 +165,9 @@ def test_the_environment_overrides_the_knobs_of_the_run(
     assert lines[-2].endswith(" stride:16")
 
 
-@pytest.mark.parametrize("name, ranks", [(MODEL, 0), (CHECKPOINT, 0), (CHECKPOINT, 2)])
-def test_unquantized_weights_have_another_line(trained, tmp_path, score_knobs, name, ranks):
-    lines = score_file(tmp_path, score_knobs, trained[0] / name, ranks)
+@pytest.mark.parametrize("name", [MODEL, CHECKPOINT])
+def test_unquantized_weights_have_another_line(trained, tmp_path, score_knobs, name):
+    lines = score_file(tmp_path, score_knobs, trained[0] / name)
     assert "final_int8" not in "".join(lines)
     assert re.fullmatch(r"score_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}", lines[-1])
     (end,) = (line for line in trained[1] if line.startswith("step:6/6 val_loss:"))
@@ -189,13 +175,20 @@ def test_unquantized_weights_have_another_line(trained, tmp_path, score_knobs, n
     assert scores(lines[-1]) != pytest.approx(scores(trained[1][-1]), abs=2e-6)
 
 
+def test_two_ranks_score_as_one(trained, tmp_path, score_knobs):
+    results = run_ranks(tmp_path, score_knobs, 2, [score.__file__, trained[0] / ARTIFACT])
+    assert [result.returncode for result in results] == [0, 0], results[1].stderr
+    assert scores(finished(results[0])[-1]) == pytest.approx(scores(trained[1][-1]), abs=2e-6)
+    assert results[1].stdout == ""
+
+
 def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, score_knobs):
     weights = torch.load(trained[0] / MODEL, weights_only=True)
     weights["tok_emb.weight"].fill_(torch.nan)
     torch.save(weights, tmp_path / "nan.pt")
     shutil.copy(trained[0] / RESULT, tmp_path)
-    lines = score_file(tmp_path, score_knobs, tmp_path / "nan.pt", code=1)
-    assert lines[-1].startswith("score_exact val_loss:nan ")
+    result = run_here(tmp_path, score_knobs, score, [str(tmp_path / "nan.pt")])
+    assert result.returncode == 1 and "\nscore_exact val_loss:nan " in result.stdout
 
 
 def test_a_knob_that_the_script_lacks_is_a_warning(trained, tmp_path, score_knobs):
@@ -208,13 +201,9 @@ def test_a_knob_that_the_script_lacks_is_a_warning(trained, tmp_path, score_knob
     assert " EMA_DECAY=0.5: apply its recipes" in warning
 
 
-def test_what_cannot_be_scored_is_one_error(trained, tmp_path, score_knobs, tokenizer):
-    """An edited script may be named."""
-    edited = tmp_path / "edited.py"
-    edited.write_text(SCRIPT.read_text().replace("val_bpb:{self", "val_bits:{self"))
+def test_what_cannot_be_scored_is_one_error(trained, tmp_path, score_knobs, quantized_knobs):
     shutil.copy(trained[0] / ARTIFACT, tmp_path)
-    environ = {**score_knobs, "VOCAB_SIZE": "384", "TOKENIZER_PATH": str(tokenizer)}
-    environ |= {"TRAIN_SEQ_LEN": "32", "VAL_BATCH_SIZE": "512", "TRAIN_BATCH_TOKENS": "512"}
+    environ = {**quantized_knobs, "NUM_LAYERS": "3"}
     result = run_here(tmp_path, environ, score, [str(tmp_path / ARTIFACT)])
     failed(result, f"{RESULT} have no knobs", f"{ARTIFACT} does not fit")
     (tmp_path / RESULT).write_text("{")
@@ -222,11 +211,11 @@ def test_what_cannot_be_scored_is_one_error(trained, tmp_path, score_knobs, toke
     failed(result, f"{RESULT} is damaged")
     result = run_here(tmp_path, score_knobs, score, [str(tmp_path / "none.pt")])
     assert result.returncode == 2 and "none.pt' is not a file" in result.stderr
-    arguments = [str(trained[0] / ARTIFACT), "--script", str(edited)]
-    assert "val_bits:" in run_here(tmp_path, score_knobs, score, arguments).stdout
 
 
-def test_a_bug_in_dequantize_keeps_its_traceback(trained, tmp_path, score_knobs):
+def test_a_bug_in_dequantize_of_an_edited_script_keeps_its_traceback(
+    trained, tmp_path, score_knobs
+):
     """The file is not damaged."""
     edited = tmp_path / "edited.py"
     edited.write_text(SCRIPT.read_text().replace('obj["passthrough"].items()', 'obj["x"].items()'))

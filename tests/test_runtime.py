@@ -1,21 +1,20 @@
-"""Devices, ranks that differ or fail, the wallclock cap on several ranks, two nodes."""
+"""Devices, ranks that differ or fail, the wallclock cap on several ranks, the clock, the log."""
 
+import contextlib
+import json
 import os
-import re
 import shutil
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
-from runs import ALONE, SCRIPT, failed, finished, free_port, run_ranks, start, without_gloo
+from runs import failed, finished, run_here, run_ranks
 from texts import write_shard
 
 import train_gpt
-from train_gpt import Hyperparameters, InputError, Log, Stopwatch, open_device, open_runtime
+from train_gpt import Hyperparameters, InputError, Log, open_device, open_runtime
 
 
 @pytest.mark.parametrize("world_size", ["0", "-1", "4", "12"])
@@ -32,8 +31,11 @@ def test_a_missing_gpu_is_an_error():
 
 
 def another_script() -> None:
-    """The script is the file that SCRIPT names, if it is set."""
+    """The script is the file that SCRIPT names, if it is set, and RECIPE adds a knob to it."""
     train_gpt.__file__ = os.environ.get("SCRIPT", train_gpt.__file__)
+    if "RECIPE" in os.environ:
+        knob, bases = ("new_knob", int, 3), (Hyperparameters,)
+        train_gpt.Hyperparameters = make_dataclass("Edited", [knob], bases=bases, frozen=True)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,7 @@ def another_script() -> None:
         ({"DATA_PATH": "other"}, "differ in data files: "),
         ({"TOKENIZER_PATH": "other/small.model"}, "differ in data files: "),
         ({"SCRIPT": "other/edited.py"}, "differ in train_gpt.py: "),
+        ({"RECIPE": "1"}, "ranks 0 and 1 differ in NEW_KNOB: "),
     ],
 )
 def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own, words):
@@ -55,21 +58,6 @@ def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own
     for result in run_ranks(tmp_path, environ, 2, edit=another_script, own={1: own}):
         failed(result, words)
         assert result.stdout == ""
-
-
-def knob_of_rank_1() -> None:
-    """The script of rank 1 has another knob."""
-    if os.environ["RANK"] == "1":
-        kinds = {"__annotations__": {"new_knob": int}, "new_knob": 3}
-        edited = dataclass(frozen=True)(type("Edited", (train_gpt.Hyperparameters,), kinds))
-        train_gpt.Hyperparameters = edited
-
-
-def test_ranks_with_different_recipes_are_an_error_that_names_the_knob(tmp_path, knobs):
-    """One script has a knob that the other lacks."""
-    for result in run_ranks(tmp_path, knobs, 2, edit=knob_of_rank_1):
-        failed(result, "ranks 0 and 1 differ in ")
-        assert "NEW_KNOB" in result.stderr and "KeyError" not in result.stderr
 
 
 def nan_at_the_cap() -> None:
@@ -88,24 +76,21 @@ def test_a_loss_that_is_not_finite_at_the_cap_ends_all_ranks_alike(tmp_path, kno
     """Only rank 0's clock is past the cap, and only rank 1's loss is nan."""
     environ = {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "VAL_LOSS_EVERY": "0"}
     results = run_ranks(tmp_path, environ, 2, edit=nan_at_the_cap)
-    assert [result.returncode for result in results] == [0, 0], results[1].stderr
-    assert "step:4/6 train_loss:nan " in results[0].stdout
+    assert "step:4/6 train_loss:nan " in "\n".join(finished(results[0]))
+    assert results[1].returncode == 0, results[1].stderr
 
 
-def test_threads_leave_a_core_to_other_programs(monkeypatch):
+@pytest.mark.parametrize("omp, threads, wanted", [("", 4, [3]), ("", 1, [1]), ("4", 4, [])])
+def test_threads_leave_a_core_to_other_programs(monkeypatch, omp, threads, wanted):
     """Waiting threads spin. OMP_NUM_THREADS overrides it."""
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads, environ in ((4, {}), (1, {}), (4, {"OMP_NUM_THREADS": "4"})):
-            torch.set_num_threads(threads)
-            with patch.dict(os.environ, environ):
-                if not environ:
-                    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-                open_device(Hyperparameters(device="cpu"), 0)
-            found.append(torch.get_num_threads())
-    finally:
-        torch.set_num_threads(before)
-    assert found == [3, 1, 4]
+    chosen = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    if not omp:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    open_runtime(Hyperparameters(device="cpu"))
+    assert chosen == wanted
 
 
 def test_the_log_of_other_ranks_stays_small():
@@ -114,6 +99,14 @@ def test_the_log_of_other_ranks_stays_small():
     for i in range(5000):
         log(f"line {i}")
     assert len(log.waiting) <= 1000 and log.waiting[-1] == "line 4999"
+
+
+def test_a_log_file_on_a_full_disk_ends_no_run(capsys):
+    log = Log(file=open("/dev/full", "w", buffering=1))
+    log("a line")
+    assert capsys.readouterr().out == "a line\n"
+    with contextlib.suppress(OSError):
+        log.file.close()
 
 
 def differing_replicas() -> None:
@@ -167,38 +160,22 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     assert "replicas:identical" in lines
     saved = [line.split()[1] for line in lines if line.startswith("checkpoint:")]
     assert saved == ["step:6", "step:12", "step:16"]  # the last step, too
+    assert lines[-2].endswith(" eval_time:100000ms")
+    result = json.loads((tmp_path / "final_result.json").read_text())
+    assert (result["train_ms"], result["eval_ms"]) == (1000, 100_000)
 
 
-def losses(lines: list[str]) -> list[float]:
-    return [float(text) for text in re.findall(r"(?:train|val)_loss:(\S+)", "\n".join(lines))]
-
-
-def test_two_nodes_that_share_no_files_train_like_one_process(tmp_path, dataset, knobs):
-    """Two agents in two folders, each with its own copy of the data and a rank. The first node
-    has the log and the models; the other one ends well without a file. The logged loss is the mean
-    over both."""
-    local = {"DATA_PATH": "data", "TOKENIZER_PATH": "data/small.model"}
-    environ = {**knobs, **local, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
-    command.append(SCRIPT)
-    agents = []
-    for node in ("a", "b"):
-        shutil.copytree(dataset, tmp_path / node / "data")
-        agents.append(start(tmp_path / node, environ, command))
-    outputs = [without_gloo(agent.communicate(timeout=240)[0]) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    # Which agent becomes the first node is torchrun's choice.
-    (log,) = filter(None, outputs)
-    other, first = sorted((tmp_path / node for node in "ab"), key=lambda f: len(list(f.iterdir())))
-    given = {"data", "stderr.txt"}
-    files = {"logs", "final_model.pt", "final_model.int8.ptz", "final_result.json"}
-    assert {path.name for path in first.iterdir()} == given | files
-    assert {path.name for path in other.iterdir()} == given
-    lines = log.splitlines()
+def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset, knobs):
+    """As on two nodes: rank 1 is the first of its node, and has its own copy of the data."""
+    data = shutil.copytree(dataset, tmp_path / "copy")
+    own = {"LOCAL_RANK": "0", "RUN_ID": "other", "OUTPUT_DIR": "other"}
+    own |= {"DATA_PATH": str(data), "TOKENIZER_PATH": str(data / "small.model")}
+    first, second = run_ranks(tmp_path, knobs, 2, own={1: own})
+    assert (second.returncode, second.stdout) == (0, "")
+    lines = finished(first)
     assert "world_size:2 grad_accum_steps:4" in lines and "replicas:identical" in lines
-    (alone,) = run_ranks(tmp_path, knobs, 1)
-    assert losses(lines) == pytest.approx(losses(finished(alone)), abs=2e-3)
+    files = {"logs", "final_model.pt", "final_model.int8.ptz", "final_result.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"copy", *files}
 
 
 def fault_of_rank_2() -> None:
@@ -218,9 +195,9 @@ def test_a_rank_that_raises_takes_all_down(tmp_path, knobs):
     assert results[2].stderr.endswith("AssertionError: the fault of rank 2\n")
 
 
-def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
+def test_the_host_stays_one_step_ahead_of_the_device(tmp_path, knobs, monkeypatch):
     """Events in the device's queue are numbered in their order. waits: for which of them the host
-    waits."""
+    waits. A validation waits for all, and leaves no event."""
     numbers, waits = iter(range(9)), []
 
     def event() -> SimpleNamespace:
@@ -230,12 +207,6 @@ def test_the_host_stays_one_step_ahead_of_the_device(monkeypatch):
 
     monkeypatch.setattr(torch.cpu, "Event", event)
     monkeypatch.setattr(torch.cpu, "synchronize", lambda: waits.append("all"))
-    watch = Stopwatch(ALONE.device)
-    watch.start()
-    for _ in range(4):
-        watch.lap()
-    assert waits == ["all", 0, 1, 2]  # never for the current step
-    watch.pause()
-    watch.start()
-    watch.lap()
-    assert waits == ["all", 0, 1, 2, "all", "all"]  # after a pause no event is left
+    finished(run_here(tmp_path, {**knobs, "NUM_LAYERS": "1", "WARMUP_STEPS": "0"}))
+    around = ["all", "all"]  # a pause and a start, or two pauses
+    assert waits == [*around, 0, 1, *around, 3, 4, *around]  # never for the current step

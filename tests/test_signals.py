@@ -4,13 +4,12 @@ and after it, at once. (Signals to one of several ranks, and to torchrun: test_c
 import json
 import os
 import signal
-import time
+from functools import partial
 
 import pytest
 import torch
 from runs import (
-    ALONE,
-    WORKER,
+    SCRIPT,
     finished,
     launch_command,
     run_here,
@@ -58,57 +57,31 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, knobs, m
         signal.signal(number, before)
 
 
-def test_a_signal_during_a_validation_is_obeyed_after_the_next_step(tmp_path, knobs, monkeypatch):
+def signal_in(name: str) -> None:
+    """SIGTERM comes in the first call of this function of the script."""
+    function = getattr(train_gpt, name)
 
-    def evaluate(*arguments, evaluate=train_gpt.evaluate):
+    def changed(*arguments):
+        setattr(train_gpt, name, function)
         os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(*arguments)
+        return function(*arguments)
 
-    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
-    result = run_here(tmp_path, {**knobs, **QUICK, "VAL_LOSS_EVERY": "1"})
-    assert result.returncode == 143
-    assert result.stdout.splitlines()[-1] == f"stopped: signal:15 step:1/2: {ADVICE}"
-    assert torch.load(tmp_path / "checkpoints" / "test.pt", weights_only=True)["step"] == 1
+    setattr(train_gpt, name, changed)
 
 
-def signal_in_write() -> None:
-    """SIGTERM comes while final_model.pt is written."""
-
-    def write_file(path, data, log, write_file=train_gpt.write_file):
-        if path.name == "final_model.pt":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return write_file(path, data, log)
-
-    train_gpt.write_file = write_file
-
-
-def test_a_signal_while_final_model_is_written_ends_the_run_when_all_is_written(tmp_path, knobs):
-    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=signal_in_write)
-    assert result.returncode == -signal.SIGTERM
-    files = {"final_model.pt", "final_model.int8.ptz", "final_result.json"}
-    assert {path.name for path in tmp_path.iterdir()} == {"logs", *files}
-    assert torch.load(tmp_path / "final_model.pt", weights_only=True)
-
-
-def signal_in_evaluate() -> None:
-    """SIGTERM comes in the last validation."""
-
-    def evaluate(*arguments, evaluate=train_gpt.evaluate):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(*arguments)
-
-    train_gpt.evaluate = evaluate
-
-
-def test_a_signal_in_the_last_validation_leaves_weights_and_artifact(tmp_path, knobs):
-    """They are written before. The result has the knobs, not the scores."""
-    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=signal_in_evaluate)
-    assert result.returncode == -signal.SIGTERM
+@pytest.mark.parametrize("name", ["write_file", "evaluate"])
+def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs, name):
+    """They are written first, then the last validation begins, which it ends. The result has only
+    the knobs."""
+    (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=partial(signal_in, name))
+    assert result.returncode == -signal.SIGTERM and "val_loss:" not in result.stdout
+    assert ("stopped: signal:15: not scored" in result.stdout) == (name == "write_file")
     files = {"final_model.pt", "final_model.int8.ptz", "final_result.json"}
     assert {path.name for path in tmp_path.iterdir()} == {"logs", *files}
     assert json.loads((tmp_path / "final_result.json").read_text()).keys() == {"knobs"}
-    state = train_gpt.new_state(Hyperparameters.from_env({**knobs, **QUICK}), ALONE)
-    train_gpt.load_weights(state.gpt, (tmp_path / "final_model.int8.ptz").read_bytes(), "it")
+    gpt = train_gpt.GPT(Hyperparameters.from_env({**knobs, **QUICK}), torch.float32)
+    for file in ("final_model.pt", "final_model.int8.ptz"):
+        train_gpt.load_weights(gpt, (tmp_path / file).read_bytes(), file)
 
 
 def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, monkeypatch):
@@ -120,28 +93,17 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, mo
     assert (result.returncode, result.stderr) == (130, "")
 
 
-@pytest.mark.parametrize(
-    "changes, ranks, codes",
-    [
-        ([], 0, [129]),
-        (["ignore_sighup"], 0, [0]),
-        ([], 2, [1, 120]),  # torchrun's own: Python gives 120 without a stderr
-    ],
-    ids=["step", "nohup", "torchrun"],
-)
-def test_a_closed_terminal_loses_nothing(tmp_path, knobs, changes, ranks, codes):
-    """A checkpoint is saved. If SIGHUP is ignored, the run goes on."""
-    command = [*launch_command(ranks), WORKER, "wait_for_closing", *changes]
-    environ = {**knobs, "WARMUP_STEPS": "0"}
+# torchrun exits with 1, or with 120, which is Python's code if stderr is gone.
+@pytest.mark.parametrize("ranks, codes", [(0, [129]), (2, [1, 120])], ids=["alone", "torchrun"])
+def test_a_closed_terminal_loses_nothing(tmp_path, knobs, ranks, codes):
+    environ = {**knobs, "ITERATIONS": "1000000", "WARMUP_STEPS": "0"}
+    command = [*launch_command(ranks), SCRIPT]
     process, master = start_in_terminal(tmp_path, environ, command)
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None, os.read(master, 9999).decode()
-        time.sleep(0.05)
+    shown = b""
+    while b"step:2/" not in shown:
+        shown += os.read(master, 4096)  # an OSError if the run has ended
     os.close(master)
     assert process.wait(timeout=240) in codes
-    lines = (tmp_path / "logs" / "test.txt").read_text().splitlines()
-    if codes == [0]:
-        assert lines[-1].startswith("final_int8_zlib_roundtrip_exact ")
-    else:
-        assert lines[-1].startswith("stopped: signal:") and lines[-1].endswith(ADVICE)
-        assert (tmp_path / "checkpoints" / "test.pt").is_file()
+    last = (tmp_path / "logs" / "test.txt").read_text().splitlines()[-1]
+    assert last.startswith("stopped: signal:") and last.endswith(ADVICE)
+    assert (tmp_path / "checkpoints" / "test.pt").is_file()

@@ -2,6 +2,7 @@
 start and start_in_terminal as a process of its own. finished and failed check the result."""
 
 import contextlib
+import fcntl
 import io
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +28,6 @@ from train_gpt import Log, Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "train_gpt.py"
-WORKER = ROOT / "tests" / "helpers" / "worker.py"  # the script with changes
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, False)  # one process, without a log
 
 
@@ -171,10 +172,10 @@ def without_gloo(output: str) -> str:
     return "".join(line for line in lines if not line.startswith("[Gloo] "))
 
 
-def launch_command(ranks: int = 0, restarts: int = 0) -> list[str]:
+def launch_command(ranks: int) -> list[str]:
     """Python; torchrun if ranks > 0."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [sys.executable, *([*launcher, f"--max-restarts={restarts}"] if ranks else [])]
+    return [sys.executable, *(launcher if ranks > 0 else [])]
 
 
 def start(folder: Path, environ: dict[str, str], command: list[str | Path]) -> subprocess.Popen:
@@ -182,13 +183,6 @@ def start(folder: Path, environ: dict[str, str], command: list[str | Path]) -> s
     settings = {"cwd": folder, "env": process_environ(environ), "text": True}
     with open(folder / "stderr.txt", "w") as errors:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, **settings)
-
-
-# Makes stdin the terminal of this session, as it is in a shell, and executes a command.
-IN_TERMINAL = """
-import fcntl, os, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execvp(sys.argv[1], sys.argv[1:])"""
 
 
 def start_in_terminal(
@@ -199,7 +193,8 @@ def start_in_terminal(
     master, slave = pty.openpty()
     settings = {"cwd": folder, "env": process_environ(environ), "start_new_session": True}
     settings |= dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-    process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL, *command], **settings)
+    settings["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # as in a shell
+    process = subprocess.Popen(command, **settings)
     os.close(slave)
     return process, master
 

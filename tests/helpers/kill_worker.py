@@ -1,0 +1,34 @@
+"""The trainer under torchrun. Rank 1 kills itself in step 12. After the restart it is late, and
+rank 0 must not find its old address. In step 18 all ranks wait for a signal."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import train_gpt
+
+
+def main() -> None:
+    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    is_last = os.environ["RANK"] == "1"
+    if is_last and not first_start:
+        time.sleep(2)
+
+    def train_step(state, train_step=train_gpt.train_step):
+        if is_last and first_start and state.step == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.step == 17:
+            state.runtime.log("waiting")
+            while not state.signum:
+                time.sleep(0.05)
+        return train_step(state)
+
+    train_gpt.train_step = train_step
+    train_gpt.main()
+
+
+if __name__ == "__main__":
+    main()
