@@ -3,7 +3,6 @@ are tested for a stack of five and, with `-m recipes`, for each recipe and the b
 
 import functools
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,42 +11,18 @@ from pathlib import Path
 
 import pytest
 import score
-import torch
-from runs import (
-    ROOT,
-    finished,
-    run_here,
-    run_ranks,
-    same_models,
-    scores,
-    send_signals,
-)
-from scripts import (
-    NAMES,
-    RECORD,
-    RECORD_1493,
-    RECORD_1855,
-    knobs_of,
-    load,
-    patch_script,
-)
+from runs import ROOT, finished, run_here, run_ranks, same_models, scores, send_signals
+from scripts import NAMES, RECORDS, knobs_of, load, patch_script
 from texts import write_shard
-from torch._dynamo.utils import counters
 
 from train_gpt import load_data_shard
 
-pytestmark = [
-    pytest.mark.baseline,
-    pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply"),
-]
+pytestmark = pytest.mark.baseline
 
 STACK = ["int6", "ema", "xsa", "leaky_relu", "muon_weight_decay"]
 BEST = "bigram_hash smear_gate value_residual xsa ema muoneq_r leaky_relu muon_weight_decay".split()
 # Pairs that change the same lines.
-EXCLUSIVE = [
-    ("value_residual", "depth_recurrence"),
-    ("value_residual", "parallel_residuals"),
-]
+EXCLUSIVE = [("value_residual", "depth_recurrence"), ("value_residual", "parallel_residuals")]
 # Recipes that change only the artifact, and those that change only the final score.
 EXPORT = ["gptq", "int6", "rans", "sd_clip"]
 TEST_TIME = ["lora_ttt", "score_first_ttt"]
@@ -66,25 +41,22 @@ SWITCHES = [
 Result = tuple[float, bytes, bytes]
 
 
-@pytest.fixture(scope="module")
-def unpatched(tmp_path_factory) -> Callable[[dict[str, str]], Result]:
-    """The result of a run of train_gpt.py with these knobs; each once."""
-    found: dict[frozenset, Result] = {}
-
-    def run(environ: dict[str, str]) -> Result:
-        known = frozenset(environ.items())
-        if known not in found:
-            folder = tmp_path_factory.mktemp("unpatched")
-            found[known] = score_and_bits(folder, finished(run_here(folder, environ)))
-        return found[known]
-
-    return run
-
-
 def score_and_bits(folder: Path, lines: list[str]) -> Result:
     """The score of the artifact, the bits of the weights and those of the artifact."""
     weights = (folder / "final_model.pt").read_bytes()
     return scores(lines[-1])[0], weights, (folder / "final_model.int8.ptz").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def unpatched(tmp_path_factory) -> Callable[..., Result]:
+    """The result of a run of train_gpt.py with these knobs; each once."""
+
+    @functools.cache
+    def run(**environ: str) -> Result:
+        folder = tmp_path_factory.mktemp("unpatched")
+        return score_and_bits(folder, finished(run_here(folder, environ)))
+
+    return run
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,7 +74,7 @@ def test_a_recipe_applies_and_acts(tmp_path, knobs, quantized_knobs, name, monke
     assert any(line.startswith("step:6/6 train_loss:") for line in lines)
     assert not [line for line in lines if line.startswith("WARNING")]
     score, weights, artifact = score_and_bits(tmp_path, lines)
-    plain_score, plain_weights, plain_artifact = unpatched({**base, "WARMUP_STEPS": "4"})
+    plain_score, plain_weights, plain_artifact = unpatched(**{**base, "WARMUP_STEPS": "4"})
     # Only training changes the weights; the codec and the preset change no score.
     assert (weights == plain_weights) == (name in (*EXPORT, *TEST_TIME, "record"))
     assert (artifact == plain_artifact) == (name in (*TEST_TIME, "record"))
@@ -144,38 +116,19 @@ def test_recipes_apply_together_in_any_order(tmp_path, choice):
     assert forward.read_text() == backward.read_text()
 
 
-@pytest.mark.recipes
-def test_a_switch_is_compiled_in_the_warm_up(tmp_path, quantized_knobs, monkeypatch):
-    """No training step compiles a graph. (Dynamo is enough to see that.)"""
-    module = load(patch_script(tmp_path, ["depth_recurrence"]), monkeypatch)
-    num_graphs = []  # after each step
-
-    def train_step(state, train_step=module.train_step):
-        loss = train_step(state)
-        num_graphs.append(counters["stats"]["unique_graphs"])
-        return loss
-
-    monkeypatch.setattr(module, "train_step", train_step)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    environ = {**knobs_of(quantized_knobs, []), "COMPILE": "1", "MAX_VAL_TOKENS": "32"}
-    finished(run_here(tmp_path, environ, module))
-    warmup, training = num_graphs[:-6], num_graphs[-6:]
-    assert warmup[0] < warmup[-1] == training[0] == training[-1]
-
-
 def train_losses(lines: list[str]) -> list[float]:
     return [float(loss) for loss in re.findall(r"train_loss:(\S+)", "\n".join(lines))]
+
+
+FULL = {"stack": STACK, "best": BEST, **{name: [name] for name in NAMES}}
+FULL |= {f"all_of_{preset}": names for preset, names in RECORDS.items()}
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(STACK, id="stack"),
-        pytest.param(BEST, id="best", marks=pytest.mark.recipes),
-        pytest.param(RECORD, id="all_of_record", marks=pytest.mark.recipes),
-        pytest.param(RECORD_1493, id="all_of_record1493", marks=pytest.mark.recipes),
-        pytest.param(RECORD_1855, id="all_of_record1855", marks=pytest.mark.recipes),
-        *(pytest.param([name], id=name, marks=pytest.mark.recipes) for name in NAMES),
+        pytest.param(names, id=name, marks=() if name == "stack" else pytest.mark.recipes)
+        for name, names in FULL.items()
     ],
 )
 def test_a_recipe_in_full(tmp_path, quantized_knobs, names, monkeypatch):
