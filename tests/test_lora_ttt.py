@@ -5,6 +5,7 @@ import copy
 import functools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -184,18 +185,14 @@ def test_a_phase_trains_only_on_scored_documents(patched, gpt, monkeypatch):
     """So what comes later changes no earlier score by a single bit."""
     calls, scored = [], []
 
-    def watch(name: str) -> None:
-        run = getattr(patched, name)
+    def watched(name: str, run: Callable, *args):
+        result = run(*args)
+        calls.append((name, [document.tolist() for document in args[2]], result))
+        return result
 
-        def call(*args):
-            result = run(*args)
-            calls.append((name, [document.tolist() for document in args[2]], result))
-            return result
-
+    for name in ("score_documents", "train_on_documents"):
+        call = functools.partial(watched, name, getattr(patched, name))
         monkeypatch.setattr(patched, name, call)
-
-    watch("score_documents")
-    watch("train_on_documents")
     tokens = random_tokens([40, 30, 20, 10, 5])
     phases = {"lora_phases": 9, "lora_phase_documents": 1, "lora_documents": 1}
     loss_of(patched, gpt, tokens, **phases, lora_phase_lr=0.1)

@@ -13,9 +13,6 @@ import pytest
 import score
 from runs import ROOT, finished, run_here, run_ranks, same_models, scores, send_signals
 from scripts import NAMES, RECORDS, knobs_of, load, patch_script
-from texts import write_shard
-
-from train_gpt import load_data_shard
 
 pytestmark = pytest.mark.baseline
 
@@ -26,18 +23,6 @@ EXCLUSIVE = [("value_residual", "depth_recurrence"), ("value_residual", "paralle
 # Recipes that change only the artifact, and those that change only the final score.
 EXPORT = ["gptq", "int6", "rans", "sd_clip"]
 TEST_TIME = ["lora_ttt", "score_first_ttt"]
-# Knobs that switch on a second form of a recipe, or change it.
-SWITCHES = [
-    ("adam_weight_decay", "ADAM_WEIGHT_DECAY=0.5"),
-    ("attention_gate", "ATTENTION_GATE_MAX=1"),
-    ("attention_gate", "ATTENTION_GATE_SCALE=0.5"),
-    ("depth_recurrence", "LOOP_FIRST=0"),
-    ("document_mask", "WHOLE_DOCUMENTS=1"),
-    ("lora_ttt", "LORA_KEEP=1"),
-    ("lora_ttt", "LORA_PHASES=1"),
-    ("parallel_residuals", "TWO_LANES=1"),
-    ("smear_gate", "SMEAR_CHANNELS=12"),
-]
 Result = tuple[float, bytes, bytes]
 
 
@@ -79,31 +64,6 @@ def test_a_recipe_applies_and_acts(tmp_path, knobs, quantized_knobs, name, monke
     assert (weights == plain_weights) == (name in (*EXPORT, *TEST_TIME, "record"))
     assert (artifact == plain_artifact) == (name in (*TEST_TIME, "record"))
     assert (score == plain_score) == (name in ("rans", "record"))
-
-
-@pytest.fixture(scope="module")
-def short_documents(tmp_path_factory, dataset) -> Path:
-    """The same shards with a BOS every 50 tokens."""
-    folder = tmp_path_factory.mktemp("short")
-    for path in dataset.glob("*.bin"):
-        tokens = load_data_shard(path).numpy().copy()
-        tokens[::50] = 1
-        write_shard(folder / path.name, tokens)
-    return folder
-
-
-@pytest.mark.parametrize("name, knob", SWITCHES)
-def test_a_knob_of_a_recipe_acts(tmp_path, knobs, short_documents, name, knob, monkeypatch):
-    module = load(patch_script(tmp_path, [name]), monkeypatch)
-    environ = knobs_of({**knobs, "VAL_LOSS_EVERY": "0", "NUM_LAYERS": "4"}, [name])
-    environ |= {"LORA_PHASE_DOCUMENTS": "9", "LORA_PHASE_LR": "0.1"}
-    environ |= {"DATA_PATH": str(short_documents)}
-    found = []
-    for i, changes in enumerate(({}, dict([knob.split("=")]))):
-        environ.pop(knob.split("=")[0], None)
-        log = finished(run_here(tmp_path / str(i), {**environ, **changes}, module))
-        found.append(scores(log[-1])[0])
-    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("choice", [0, 1])

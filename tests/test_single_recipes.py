@@ -6,17 +6,7 @@ import re
 import pytest
 import torch
 from runs import ALONE, Lines, finished, run_here, run_ranks
-from scripts import (
-    RECORD,
-    RECORD_1493,
-    RECORD_1855,
-    RECORDS,
-    knobs_of,
-    load,
-    patch_script,
-    random_model,
-    randomize,
-)
+from scripts import RECORDS, knobs_of, load, patch_script, random_model, randomize
 from texts import train_tokenizer, write_shard
 from torch import Tensor, nn
 
@@ -125,7 +115,7 @@ def test_a_record_is_the_published_model(
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_record_names_the_missing_recipes(tmp_path, first, monkeypatch):
-    every = list(dict.fromkeys(RECORD_1493 + RECORD_1855))
+    every = list(dict.fromkeys(itertools.chain(*RECORDS.values())))
     missing = every[first::2]
     names = [name for name in every if name not in missing]
     module = load(patch_script(tmp_path, names), monkeypatch)
@@ -137,9 +127,10 @@ def test_a_record_names_the_missing_recipes(tmp_path, first, monkeypatch):
 
 
 def test_the_record_trains(tmp_path, knobs, monkeypatch):
-    module = load(patch_script(tmp_path, RECORD), monkeypatch)
+    names = RECORDS["record"]
+    module = load(patch_script(tmp_path, names), monkeypatch)
     monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 1000)
-    log = "\n".join(finished(run_here(tmp_path, knobs_of(knobs, RECORD), module)))
+    log = "\n".join(finished(run_here(tmp_path, knobs_of(knobs, names), module)))
     assert "step:6/6 train_loss:" in log and "gptq_time:" in log and "WARNING" not in log
 
 
@@ -179,10 +170,9 @@ def test_gptq_lowers_the_error_of_the_outputs(tmp_path, monkeypatch):
 
 def test_gptq_lowers_the_error_of_each_layer(tmp_path, knobs, monkeypatch):
     """On the inputs that it reads. Any number of ranks writes the same artifact."""
-    module = load(patch_script(tmp_path, ["gptq"]), monkeypatch)
+    module = load(patch_script(tmp_path, ["gptq", "int6"]), monkeypatch)
     monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)  # all matrices are quantized
-    monkeypatch.setattr(module, "quantization_levels", lambda *args: 7)
-    monkeypatch.setattr(module, "INT8_SCALE_FLOOR", 1e-4)
+    levels = {"MATRIX_LEVELS": "7", "EMBED_LEVELS": "7"}
     shapes, files = [], []
 
     def gptq_values(weight, *args, gptq_values=module.gptq_values):
@@ -191,7 +181,7 @@ def test_gptq_lowers_the_error_of_each_layer(tmp_path, knobs, monkeypatch):
 
     monkeypatch.setattr(module, "gptq_values", gptq_values)
     for world_size, num_slots in ((1, "0"), (1, "2"), (2, "2")):
-        hp = module.Hyperparameters.from_env({**knobs, "GPTQ_BATCHES": num_slots})
+        hp = module.Hyperparameters.from_env({**knobs, **levels, "GPTQ_BATCHES": num_slots})
         place = (0, world_size, torch.device("cpu"), torch.float32, False)
         runtime = module.Runtime(*place, log=Lines())
         gpt = randomize(module.GPT(hp, torch.float32))
@@ -302,9 +292,9 @@ T = 16
 SMALL = (
     f"NUM_LAYERS=6 MODEL_DIM=32 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN={T} XSA_LAYERS=2 "
     "ROPE_FRACTION=0.5 LOOP_LAYERS=2 LOOP_FIRST=1 PARALLEL_LAYERS=4 BIGRAM_BUCKETS=50 BIGRAM_DIM=8 "
-    "ATTENTION_GATE_SCALE=0.5"
+    "ATTENTION_GATE_MAX=1.5 ATTENTION_GATE_SCALE=0.5"
 )
-PUBLISHED = "SMEAR_CHANNELS=12 TWO_LANES=1 ATTENTION_GATE_MAX=1"
+PUBLISHED = "SMEAR_CHANNELS=12 TWO_LANES=1"
 STACK = (
     "attention_gate bigram_hash depth_recurrence leaky_relu parallel_residuals partial_rope "
     "skip_gates smear_gate xsa"
@@ -322,9 +312,7 @@ def plain_embedding(gpt: nn.Module, ids: list[int]) -> Tensor:
     weights, has_inputs = gpt.smear_gate, gpt.hp.smear_channels > 0
     x = x if has_inputs else rms_norm(x)
     rows = [*x]
-    for t in range(1, T):
-        if ids[t] == 1:  # nothing goes into a BOS
-            continue
+    for t in [t for t in range(1, T) if ids[t] != 1]:  # nothing goes into a BOS
         if has_inputs:
             rows[t] = x[t] + weights[12] * torch.sigmoid(weights[:12] @ x[t, :12]) * x[t - 1]
         else:
@@ -350,8 +338,7 @@ def plain_attention(gpt: nn.Module, names: str, layer: int, x: Tensor, first: li
         v = v.repeat_interleave(2, dim=1)
         y = y - (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
     if "attention_gate" in names:
-        gates = torch.sigmoid(0.5 * x[:, :12] @ attn.gate.T)
-        y = gpt.hp.attention_gate_max * gates[..., None] * y
+        y = 1.5 * torch.sigmoid(0.5 * x[:, :12] @ attn.gate.T)[..., None] * y
     return attn.proj(y.flatten(1))
 
 
@@ -389,11 +376,7 @@ def plain_logits(gpt: nn.Module, names: str, ids: list[int], order: list[int]) -
 
 @pytest.mark.parametrize(
     "names, knobs",
-    [
-        (STACK, PUBLISHED),
-        (STACK, ""),
-        ("value_residual xsa attention_gate smear_gate", ""),
-    ],
+    [(STACK, PUBLISHED), (STACK, ""), ("value_residual xsa attention_gate smear_gate", "")],
 )
 def test_logits_are_those_of_a_plain_version(tmp_path, names, knobs, monkeypatch):
     module = load(patch_script(tmp_path, names.split()), monkeypatch)
@@ -409,12 +392,12 @@ def test_logits_are_those_of_a_plain_version(tmp_path, names, knobs, monkeypatch
 
 def test_new_parameters_begin_as_documented(tmp_path, monkeypatch):
     """Adam trains those that are not matrices, and they stay fp32."""
-    names = [*STACK.split(), "adam_weight_decay"]
-    module = load(patch_script(tmp_path, names), monkeypatch)
+    module = load(patch_script(tmp_path, STACK.split()), monkeypatch)
     knobs = dict(knob.split("=") for knob in f"{SMALL} {PUBLISHED}".split())
     gpt = module.GPT(module.Hyperparameters.from_env(knobs))
     zeros = (gpt.smear_gate, gpt.skip_weights_gate, gpt.blocks[5].attn.gate)
     assert not any(param.any() for param in (*zeros, gpt.bigram.table))
+    assert gpt.bigram.scale.item() == pytest.approx(0.05)
     assert gpt.blocks[5].lane_scales.tolist() == [[pytest.approx(1.1)] * 2, [1] * 2, [1] * 2]
     scalars = {id(param) for param in module.parameter_groups(gpt, gpt.hp)["scalar"]}
     for param in (*zeros, gpt.blocks[5].lane_scales, gpt.bigram.scale):
