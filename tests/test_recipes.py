@@ -1,5 +1,5 @@
 """Each patch in tests/recipes applies and trains. Two ranks, a resume and score.py on the artifact
-are tested for a stack of five and, with `-m recipes`, for each recipe and the best stack."""
+are tested for a stack of five and, with `-m recipes`, for each recipe and each record."""
 
 import functools
 import re
