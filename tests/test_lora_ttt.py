@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -304,15 +305,19 @@ def test_a_compiled_model_has_the_same_loss(patched, gpt, monkeypatch):
 
 
 def test_score_gives_the_same_on_one_rank_and_on_two(tmp_path, patched, gpt, lora_knobs):
-    """Phases train on three rows each, and then on four and three. MAX_VAL_TOKENS cuts the last
-    document."""
+    """Phases take steps of five rows, one (the second rank has none), five and two. MAX_VAL_TOKENS
+    cuts the last document."""
+    text = Path(patched.__file__).read_text()
+    assert text.count("PHASE_TOKENS = 32_768") == 1
+    script = tmp_path / "train_gpt.py"
+    script.write_text(text.replace("PHASE_TOKENS = 32_768", f"PHASE_TOKENS = {5 * T}"))
     tokens = random_tokens([50, 49, 10, 3, 9])
     write_shard(tmp_path / "fineweb_val_000000.bin", tokens.numpy())
     weights = tmp_path / "final_model.pt"
     torch.save(gpt.state_dict(), weights)
     environ = {**lora_knobs, "DATA_PATH": str(tmp_path), "MAX_VAL_TOKENS": str(8 * T - 1)}
     environ |= {"LORA_DOCUMENTS": "2", "LORA_PHASES": "2", "LORA_PHASE_DOCUMENTS": "2"}
-    command = [score.__file__, weights, "--script", patched.__file__]
+    command = [score.__file__, weights, "--script", script]
     losses = []
     for ranks, lr in ((1, "0.1"), (2, "0.1"), (1, "0")):
         results = run_ranks(tmp_path / "run", {**environ, "LORA_PHASE_LR": lr}, ranks, command)

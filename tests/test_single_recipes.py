@@ -1,5 +1,6 @@
 """Single recipes: what each promises beyond training. (All recipes alike: test_recipes.py.)"""
 
+import functools
 import itertools
 import re
 
@@ -9,6 +10,7 @@ from runs import ALONE, Lines, finished, run_here, run_ranks
 from scripts import RECORDS, knobs_of, load, patch_script, random_model, randomize
 from texts import train_tokenizer, write_shard
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from train_gpt import apply_rotary, attend, rms_norm, rotary_tables
 
@@ -272,19 +274,25 @@ def test_ema_counts_each_step_by_its_age(tmp_path, knobs, monkeypatch):
     assert average.unique().tolist() == pytest.approx([(7 / 4 + 3 / 2 + 1) / (1 / 4 + 1 / 2 + 1)])
 
 
-def test_loops_begin_during_the_run(tmp_path, knobs, monkeypatch):
-    """Halfway, and the warm-up takes steps with them, so that nothing compiles during the run."""
+@pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=pytest.mark.recipes)])
+def test_loops_begin_during_the_run(tmp_path, knobs, compiled, monkeypatch):
+    """The warm-up takes steps with them, so that no later step compiles a graph."""
     module = load(patch_script(tmp_path, ["depth_recurrence"]), monkeypatch)
-    numbers = []  # of layers
+    numbers, graphs = [], []  # of layers and of compiled graphs, after each step
 
     def train_step(state, train_step=module.train_step):
+        loss = train_step(state)
         numbers.append(len(state.gpt.order))
-        return train_step(state)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return loss
 
     monkeypatch.setattr(module, "train_step", train_step)
-    settings = {"WARMUP_STEPS": "4", "LOOP_FROM": "0.5", "LOOP_TIMES": "2"}
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    settings = {"COMPILE": compiled, "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "4"}
+    settings |= {"LOOP_FROM": "0.5", "LOOP_TIMES": "2", "MAX_VAL_TOKENS": "32"}
     finished(run_here(tmp_path, {**knobs, **settings}, module))
     assert numbers == [3, 3, 7, 7, 3, 3, 3, 7, 7, 7]
+    assert graphs[3:] == 7 * [graphs[3]] and (graphs[0] < graphs[2]) == (compiled == "1")
 
 
 # ---- The model, by the formulas of the recipes ---------------------------------------------------
