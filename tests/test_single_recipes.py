@@ -406,6 +406,7 @@ def test_new_parameters_begin_as_documented(tmp_path, monkeypatch):
     zeros = (gpt.smear_gate, gpt.skip_weights_gate, gpt.blocks[5].attn.gate)
     assert not any(param.any() for param in (*zeros, gpt.bigram.table))
     assert gpt.bigram.scale.item() == pytest.approx(0.05)
+    assert module.Hyperparameters().attention_gate_max == 2  # a gate of 0 then has no effect
     assert gpt.blocks[5].lane_scales.tolist() == [[pytest.approx(1.1)] * 2, [1] * 2, [1] * 2]
     scalars = {id(param) for param in module.parameter_groups(gpt, gpt.hp)["scalar"]}
     for param in (*zeros, gpt.blocks[5].lane_scales, gpt.bigram.scale):
