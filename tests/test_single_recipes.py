@@ -411,6 +411,9 @@ def test_new_parameters_begin_as_documented(tmp_path, monkeypatch):
     assert gpt.bigram.scale.item() == pytest.approx(0.05)
     assert module.Hyperparameters().attention_gate_max == 2  # a gate of 0 then has no effect
     assert gpt.blocks[5].lane_scales.tolist() == [[pytest.approx(1.1)] * 2, [1] * 2, [1] * 2]
+    other = load(patch_script(tmp_path / "other", ["value_residual"]), monkeypatch)
+    mix = other.CausalSelfAttention(other.Hyperparameters(), 1).value_resid_mix
+    assert mix.tolist() == [0.5, 0.5]
     scalars = {id(param) for param in module.parameter_groups(gpt, gpt.hp)["scalar"]}
     for param in (*zeros, gpt.blocks[5].lane_scales, gpt.bigram.scale):
         assert id(param) in scalars and param.dtype == torch.float32
