@@ -321,6 +321,7 @@ def plain_embedding(gpt: nn.Module, ids: list[int]) -> Tensor:
     if not hasattr(gpt, "smear_gate"):
         return rms_norm(x)
     weights, has_inputs = gpt.smear_gate, gpt.hp.smear_channels > 0
+    assert len(weights) == (13 if has_inputs else 32)
     x = x if has_inputs else rms_norm(x)
     rows = [*x]
     for t in [t for t in range(1, T) if ids[t] != 1]:  # nothing goes into a BOS
