@@ -1,6 +1,5 @@
 """The recipe document_mask against the unpatched model, which scores each document by itself."""
 
-import shutil
 from types import ModuleType
 
 import pytest
@@ -12,11 +11,7 @@ from torch import Tensor
 
 import train_gpt
 
-pytestmark = [
-    pytest.mark.baseline,
-    pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply"),
-]
-
+pytestmark = pytest.mark.baseline
 T = 96  # so that a row has three documents at most
 SMALL = (
     f"TRAIN_SEQ_LEN={T} TRAIN_BATCH_TOKENS={8 * T} "
@@ -46,33 +41,18 @@ ROWS = {
     "no_bos": (random_row(), [96]),
     "surplus_documents": (random_row(0, 8, 30, 31, 70), [8, 22, 66]),
 }
+BATCH = torch.stack([row for row, _ in ROWS.values()])
+# Documents that the end of a row of T tokens would cut, and one longer than T.
+WHOLE = {"whole_documents": (BATCH[[0, 1, 3]].flatten(), [40, 66, 50, 96, 36])}
 
 
-def score_alone(row: Tensor, lengths: list[int]) -> Tensor:
-    """The unpatched model's logits, document by document."""
-    gpt = random_model(train_gpt, KNOBS)
-    return torch.cat([gpt.logits(document[None]) for document in row.split(lengths)])
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_document_does_not_depend_on_the_others_in_its_row(patched, name):
-    row, lengths = ROWS[name]
-    batch = torch.stack([random_row(20), row])
-    gpt = random_model(patched, KNOBS)
-    logits = gpt.logits(batch)[T:]
-    torch.testing.assert_close(logits, score_alone(row, lengths), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("row, lengths", (ROWS | WHOLE).values(), ids=ROWS | WHOLE)
+def test_a_document_does_not_depend_on_the_others_in_its_row(patched, row, lengths):
+    plain, gpt = (random_model(script, KNOBS) for script in (train_gpt, patched))
+    expected = torch.cat([plain.logits(document[None]) for document in row.split(lengths)])
+    logits = gpt.logits(torch.stack([row.flip(0), row]))[len(row) :]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert all(block.attn.documents is None for block in gpt.blocks)
-
-
-def test_bounds_of_documents(patched):
-    """A row of fewer than 64 tokens has two documents at most."""
-    rows = [[1, 5, 6, 1, 7, 8], [5, 6, 7, 8, 9, 5], [5, 1, 6, 1, 1, 7]]
-    bounds, _ = patched.find_documents(torch.tensor(rows), T, is_flash=True)
-    assert bounds.dtype == torch.int32 and bounds.tolist() == [0, 3, 6, 12, 12, 13, 18]
-    rows = torch.stack([row for row, _ in ROWS.values()])
-    bounds, _ = patched.find_documents(rows, T, is_flash=True)
-    ends = [0, 40, 96, 96, 106, 156, 192, 193, 287, 288, 384, 384, 384, 392, 414, 480]
-    assert bounds.tolist() == ends
 
 
 @pytest.mark.parametrize("longest", [30, T])
@@ -93,13 +73,10 @@ def test_flash_attention_agrees_with_the_mask(patched, longest, monkeypatch):
         return torch.cat(ys), None
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
-    rows = torch.stack([row for row, _ in ROWS.values()])
-    heads = torch.randn(len(rows), T, 8, 16, generator=torch.Generator().manual_seed(0))
+    heads = torch.randn(len(BATCH), T, 8, 16, generator=torch.Generator().manual_seed(0))
     q, k, v = heads.split((4, 2, 2), dim=2)
-    expected, y = (
-        patched.attend_within(patched.find_documents(rows, longest, is_flash)[0], longest, q, k, v)
-        for is_flash in (False, True)
-    )
+    mask, bounds = (patched.find_documents(BATCH, longest, flash)[0] for flash in (False, True))
+    expected, y = (patched.attend_within(found, longest, q, k, v) for found in (mask, bounds))
     torch.testing.assert_close(y, expected)
 
 
@@ -110,7 +87,8 @@ def cut_plainly(rows: list[list[int]], longest: int) -> tuple[list[int], list[li
         positions.append([])
         num_documents, length = 0, 0
         for place, token in enumerate(tokens):
-            is_first = place == 0 or (token == 1 and num_documents < len(tokens) // 32)
+            may_start = num_documents < max(len(tokens) // 32, 2)
+            is_first = place == 0 or (token == 1 and may_start)
             num_documents += is_first
             if is_first or length == longest:
                 starts.append(row * len(tokens) + place)
@@ -120,30 +98,23 @@ def cut_plainly(rows: list[list[int]], longest: int) -> tuple[list[int], list[li
     return starts, positions
 
 
+@pytest.mark.parametrize("size", [40, 192])  # of a row, which has two or six documents at most
 @pytest.mark.parametrize("longest", [7, 32, 33, 96, 192])
-def test_whole_documents_are_cut_as_by_a_plain_loop(patched, longest):
-    generator = torch.Generator().manual_seed(longest)
-    rows = torch.randint(4, 1000, (3, 192), generator=generator)
+def test_documents_are_cut_as_by_a_plain_loop(patched, size, longest):
+    rows = torch.randint(4, 1000, (4, 192), generator=torch.Generator().manual_seed(longest))
     rows[0, [0, 7, 14, 50, 150]] = 1
     rows[1, [1, 97]] = 1
-    rows[2, ::8] = 1  # more than 192 / 32 documents
+    rows[2, ::8] = 1
+    rows, most = rows[:, :size], max(size // 32, 2)
     starts, positions = cut_plainly(rows.tolist(), longest)
     bounds, found = patched.find_documents(rows, longest, is_flash=True)
-    assert sorted({*bounds.tolist()}) == sorted({*starts, 192, 384, 576})
-    assert found.tolist() == positions and len(bounds) == 3 * (6 + 191 // longest) + 1
-    documents = torch.tensor([sum(start <= i for start in starts) for i in range(576)]).view(3, -1)
+    assert {*bounds.tolist()} == {*starts, rows.numel()} and bounds.dtype == torch.int32
+    assert found.tolist() == positions and len(bounds) == 4 * (most + (size - 1) // longest) + 1
+    documents = torch.tensor([sum(start <= i for start in starts) for i in range(rows.numel())])
+    documents = documents.view(4, -1)
     mask, found = patched.find_documents(rows, longest, is_flash=False)
     assert torch.equal(mask[:, 0], (documents[:, :, None] == documents[:, None]).tril())
     assert found.tolist() == positions
-
-
-def test_a_row_of_whole_documents_is_scored_like_each_of_them(patched):
-    """Documents that the end of a row of T tokens would cut, and one longer than T."""
-    names = ("begins_with_bos", "begins_inside_a_document", "no_bos")
-    row = torch.cat([ROWS[name][0] for name in names])
-    logits = random_model(patched, KNOBS).logits(row[None])
-    expected = score_alone(row, [40, 66, 50, 96, 36])
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_whole_documents_train_in_one_row_per_slot(tmp_path, patched, knobs, monkeypatch):
@@ -154,8 +125,5 @@ def test_whole_documents_train_in_one_row_per_slot(tmp_path, patched, knobs, mon
         return logits(gpt, input_ids)
 
     monkeypatch.setattr(patched.GPT, "logits", logits)
-    finished(run_here(tmp_path / "rows", knobs, patched))
-    assert shapes.pop(True) == {(2, 32)}
-    scored = shapes.pop(False)
-    finished(run_here(tmp_path / "whole", {**knobs, "WHOLE_DOCUMENTS": "1"}, patched))
-    assert shapes == {True: {(1, 64)}, False: scored}
+    finished(run_here(tmp_path, {**knobs, "WHOLE_DOCUMENTS": "1"}, patched))
+    assert shapes == {True: {(1, 64)}, False: {(2, 32)}}  # batches of 512 tokens in 8 slots

@@ -1,9 +1,8 @@
 """Each patch in tests/recipes applies and trains. Two ranks, a resume and score.py on the artifact
-are tested for a stack of five and, with `-m recipes`, for each recipe and the best stack."""
+are tested for a stack of five and, with `-m recipes`, for each recipe and each record."""
 
 import functools
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,79 +11,37 @@ from pathlib import Path
 
 import pytest
 import score
-import torch
-from runs import (
-    ROOT,
-    finished,
-    run_here,
-    run_ranks,
-    same_models,
-    scores,
-    send_signals,
-)
-from scripts import (
-    NAMES,
-    RECORD,
-    RECORD_1493,
-    RECORD_1855,
-    knobs_of,
-    load,
-    patch_script,
-)
-from texts import write_shard
-from torch._dynamo.utils import counters
+from runs import ROOT, finished, run_here, run_ranks, same_models, scores, send_signals
+from scripts import NAMES, RECORDS, knobs_of, load, patch_script
 
-from train_gpt import load_data_shard
-
-pytestmark = [
-    pytest.mark.baseline,
-    pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply"),
-]
+pytestmark = pytest.mark.baseline
 
 STACK = ["int6", "ema", "xsa", "leaky_relu", "muon_weight_decay"]
 BEST = "bigram_hash smear_gate value_residual xsa ema muoneq_r leaky_relu muon_weight_decay".split()
 # Pairs that change the same lines.
-EXCLUSIVE = [
-    ("value_residual", "depth_recurrence"),
-    ("value_residual", "parallel_residuals"),
-]
+EXCLUSIVE = [("value_residual", "depth_recurrence"), ("value_residual", "parallel_residuals")]
 # Recipes that change only the artifact, and those that change only the final score.
 EXPORT = ["gptq", "int6", "rans", "sd_clip"]
 TEST_TIME = ["lora_ttt", "score_first_ttt"]
-# Knobs that switch on a second form of a recipe, or change it.
-SWITCHES = [
-    ("adam_weight_decay", "ADAM_WEIGHT_DECAY=0.5"),
-    ("attention_gate", "ATTENTION_GATE_MAX=1"),
-    ("attention_gate", "ATTENTION_GATE_SCALE=0.5"),
-    ("depth_recurrence", "LOOP_FIRST=0"),
-    ("document_mask", "WHOLE_DOCUMENTS=1"),
-    ("lora_ttt", "LORA_KEEP=1"),
-    ("lora_ttt", "LORA_PHASES=1"),
-    ("parallel_residuals", "TWO_LANES=1"),
-    ("smear_gate", "SMEAR_CHANNELS=12"),
-]
 Result = tuple[float, bytes, bytes]
-
-
-@pytest.fixture(scope="module")
-def unpatched(tmp_path_factory) -> Callable[[dict[str, str]], Result]:
-    """The result of a run of train_gpt.py with these knobs; each once."""
-    found: dict[frozenset, Result] = {}
-
-    def run(environ: dict[str, str]) -> Result:
-        known = frozenset(environ.items())
-        if known not in found:
-            folder = tmp_path_factory.mktemp("unpatched")
-            found[known] = score_and_bits(folder, finished(run_here(folder, environ)))
-        return found[known]
-
-    return run
 
 
 def score_and_bits(folder: Path, lines: list[str]) -> Result:
     """The score of the artifact, the bits of the weights and those of the artifact."""
     weights = (folder / "final_model.pt").read_bytes()
     return scores(lines[-1])[0], weights, (folder / "final_model.int8.ptz").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def unpatched(tmp_path_factory) -> Callable[..., Result]:
+    """The result of a run of train_gpt.py with these knobs; each once."""
+
+    @functools.cache
+    def run(**environ: str) -> Result:
+        folder = tmp_path_factory.mktemp("unpatched")
+        return score_and_bits(folder, finished(run_here(folder, environ)))
+
+    return run
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,36 +59,11 @@ def test_a_recipe_applies_and_acts(tmp_path, knobs, quantized_knobs, name, monke
     assert any(line.startswith("step:6/6 train_loss:") for line in lines)
     assert not [line for line in lines if line.startswith("WARNING")]
     score, weights, artifact = score_and_bits(tmp_path, lines)
-    plain_score, plain_weights, plain_artifact = unpatched({**base, "WARMUP_STEPS": "4"})
+    plain_score, plain_weights, plain_artifact = unpatched(**{**base, "WARMUP_STEPS": "4"})
     # Only training changes the weights; the codec and the preset change no score.
     assert (weights == plain_weights) == (name in (*EXPORT, *TEST_TIME, "record"))
     assert (artifact == plain_artifact) == (name in (*TEST_TIME, "record"))
     assert (score == plain_score) == (name in ("rans", "record"))
-
-
-@pytest.fixture(scope="module")
-def short_documents(tmp_path_factory, dataset) -> Path:
-    """The same shards with a BOS every 50 tokens."""
-    folder = tmp_path_factory.mktemp("short")
-    for path in dataset.glob("*.bin"):
-        tokens = load_data_shard(path).numpy().copy()
-        tokens[::50] = 1
-        write_shard(folder / path.name, tokens)
-    return folder
-
-
-@pytest.mark.parametrize("name, knob", SWITCHES)
-def test_a_knob_of_a_recipe_acts(tmp_path, knobs, short_documents, name, knob, monkeypatch):
-    module = load(patch_script(tmp_path, [name]), monkeypatch)
-    environ = knobs_of({**knobs, "VAL_LOSS_EVERY": "0", "NUM_LAYERS": "4"}, [name])
-    environ |= {"LORA_PHASE_DOCUMENTS": "9", "LORA_PHASE_LR": "0.1"}
-    environ |= {"DATA_PATH": str(short_documents)}
-    found = []
-    for i, changes in enumerate(({}, dict([knob.split("=")]))):
-        environ.pop(knob.split("=")[0], None)
-        log = finished(run_here(tmp_path / str(i), {**environ, **changes}, module))
-        found.append(scores(log[-1])[0])
-    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("choice", [0, 1])
@@ -144,38 +76,19 @@ def test_recipes_apply_together_in_any_order(tmp_path, choice):
     assert forward.read_text() == backward.read_text()
 
 
-@pytest.mark.recipes
-def test_a_switch_is_compiled_in_the_warm_up(tmp_path, quantized_knobs, monkeypatch):
-    """No training step compiles a graph. (Dynamo is enough to see that.)"""
-    module = load(patch_script(tmp_path, ["depth_recurrence"]), monkeypatch)
-    num_graphs = []  # after each step
-
-    def train_step(state, train_step=module.train_step):
-        loss = train_step(state)
-        num_graphs.append(counters["stats"]["unique_graphs"])
-        return loss
-
-    monkeypatch.setattr(module, "train_step", train_step)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    environ = {**knobs_of(quantized_knobs, []), "COMPILE": "1", "MAX_VAL_TOKENS": "32"}
-    finished(run_here(tmp_path, environ, module))
-    warmup, training = num_graphs[:-6], num_graphs[-6:]
-    assert warmup[0] < warmup[-1] == training[0] == training[-1]
-
-
 def train_losses(lines: list[str]) -> list[float]:
     return [float(loss) for loss in re.findall(r"train_loss:(\S+)", "\n".join(lines))]
+
+
+FULL = {"stack": STACK, "best": BEST, **{name: [name] for name in NAMES}}
+FULL |= {f"all_of_{preset}": names for preset, names in RECORDS.items()}
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(STACK, id="stack"),
-        pytest.param(BEST, id="best", marks=pytest.mark.recipes),
-        pytest.param(RECORD, id="all_of_record", marks=pytest.mark.recipes),
-        pytest.param(RECORD_1493, id="all_of_record1493", marks=pytest.mark.recipes),
-        pytest.param(RECORD_1855, id="all_of_record1855", marks=pytest.mark.recipes),
-        *(pytest.param([name], id=name, marks=pytest.mark.recipes) for name in NAMES),
+        pytest.param(names, id=name, marks=() if name == "stack" else pytest.mark.recipes)
+        for name, names in FULL.items()
     ],
 )
 def test_a_recipe_in_full(tmp_path, quantized_knobs, names, monkeypatch):

@@ -1,42 +1,40 @@
 """Single recipes: what each promises beyond training. (All recipes alike: test_recipes.py.)"""
 
+import functools
+import itertools
 import re
-import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import Lines, finished, run_here, run_ranks
-from scripts import (
-    ALL_RECORDS,
-    RECIPES,
-    RECORD,
-    RECORD_1493,
-    RECORD_1855,
-    knobs_of,
-    load,
-    patch_script,
-)
+from runs import ALONE, Lines, finished, run_here, run_ranks
+from scripts import RECORDS, knobs_of, load, patch_script, random_model, randomize
 from texts import train_tokenizer, write_shard
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-pytestmark = [
-    pytest.mark.baseline,
-    pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply"),
-]
+from train_gpt import apply_rotary, attend, rms_norm, rotary_tables
+
+pytestmark = pytest.mark.baseline
 
 
-def test_adam_weight_decay_shrinks_only_its_groups(tmp_path, monkeypatch):
-    module = load(patch_script(tmp_path, ["adam_weight_decay"]), monkeypatch)
-    gpt = module.GPT(module.Hyperparameters(model_dim=32, num_layers=2), torch.float32)
-    before = {name: param.detach().clone() for name, param in gpt.named_parameters()}
-    for param in gpt.parameters():
+@pytest.mark.parametrize("rest", ["0", "0.5"])
+def test_weight_decay_shrinks_each_group_by_its_own_rate(tmp_path, rest, monkeypatch):
+    module = load(patch_script(tmp_path, ["adam_weight_decay", "muon_weight_decay"]), monkeypatch)
+    rates = {"EMBED_WEIGHT_DECAY": "0.2", "MUON_WEIGHT_DECAY": "0.1", "ADAM_WEIGHT_DECAY": rest}
+    knobs = {"TIED_EMBED_LR": "0.3", "MATRIX_LR": "0.4", "SCALAR_LR": "0.5", "MODEL_DIM": "32"}
+    gpt = random_model(module, {**rates, **knobs})
+    before = {param: param.detach().clone() for param in gpt.parameters()}
+    for param in before:
         param.grad = torch.zeros_like(param)
-    module.build_optimizers(gpt)[0].step()
-    hp = gpt.hp
-    decayed = before["tok_emb.weight"] * (1 - hp.tied_embed_lr * hp.embed_weight_decay)
-    assert gpt.tok_emb.weight.detach().numpy() == pytest.approx(decayed.numpy())
-    assert torch.equal(gpt.blocks[0].attn.q_gain, before["blocks.0.attn.q_gain"])
+    for optimizer in module.build_optimizers(gpt):
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["weight_decay"] = 9.0  # a resumed run takes it from its knobs
+        module.load_optimizer(optimizer, saved)
+        optimizer.step()
+    factors = {"embed": 1 - 0.3 * 0.2, "matrix": 1 - 0.4 * 0.1, "scalar": 1 - 0.5 * float(rest)}
+    for name, params in module.parameter_groups(gpt, gpt.hp).items():
+        for param in params:
+            torch.testing.assert_close(param.detach(), factors[name] * before[param])
 
 
 def test_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path, monkeypatch):
@@ -66,6 +64,8 @@ def test_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path, monkeypatc
     starts = [*range(0, 48, 8), *range(200, 280, 8)]
     assert sorted(first + second) == sorted(third + fourth) == starts
     assert starts != first + second != third + fourth
+    with pytest.raises(module.InputError, match="no train shard has 99 tokens"):
+        module.DistributedTokenLoader(f"{tmp_path}/*.bin", 0, 1, "cpu").next_batch(99, 99, 1)
     assert steps(2, seed=1) == steps(4, seed=1) == [first, second, third, fourth]
     assert steps(1, seed=2)[0] != first
 
@@ -107,8 +107,7 @@ def test_a_record_is_the_published_model(
     tmp_path, preset, num_params, encoder, decoder, monkeypatch
 ):
     """With its own recipes. record1855 has 48 parameters less than published, which do nothing."""
-    names = (RECIPES / f"{preset}.txt").read_text().split()
-    module = load(patch_script(tmp_path, [Path(name).stem for name in names]), monkeypatch)
+    module = load(patch_script(tmp_path, RECORDS[preset]), monkeypatch)
     with torch.device("meta"):
         gpt = module.GPT(module.Hyperparameters.from_env({"PRESET": preset}))
     assert sum(param.numel() for param in gpt.parameters()) == num_params
@@ -121,11 +120,11 @@ def test_a_record_is_the_published_model(
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_record_names_the_missing_recipes(tmp_path, first, monkeypatch):
-    missing = ALL_RECORDS[first::2]
-    names = [name for name in ALL_RECORDS if name not in missing]
+    every = list(dict.fromkeys(itertools.chain(*RECORDS.values())))
+    missing = every[first::2]
+    names = [name for name in every if name not in missing]
     module = load(patch_script(tmp_path, names), monkeypatch)
-    records = {"record": RECORD, "record1493": RECORD_1493, "record1855": RECORD_1855}
-    for preset, recipes in records.items():
+    for preset, recipes in RECORDS.items():
         with pytest.raises(module.InputError) as error:
             module.Hyperparameters.from_env({"PRESET": preset})
         needed = [name for name in recipes if name in missing]
@@ -133,9 +132,10 @@ def test_a_record_names_the_missing_recipes(tmp_path, first, monkeypatch):
 
 
 def test_the_record_trains(tmp_path, knobs, monkeypatch):
-    module = load(patch_script(tmp_path, RECORD), monkeypatch)
+    names = RECORDS["record"]
+    module = load(patch_script(tmp_path, names), monkeypatch)
     monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 1000)
-    log = "\n".join(finished(run_here(tmp_path, knobs_of(knobs, RECORD), module)))
+    log = "\n".join(finished(run_here(tmp_path, knobs_of(knobs, names), module)))
     assert "step:6/6 train_loss:" in log and "gptq_time:" in log and "WARNING" not in log
 
 
@@ -196,53 +196,45 @@ def test_gptq_lowers_the_error_of_the_outputs(tmp_path, monkeypatch):
     assert errors[1] < 0.8 * errors[0] and gptq.abs().max() <= 7
 
 
-def test_gptq_rounds_q_k_and_v_in_one_call(tmp_path, monkeypatch):
-    """With the values that a call for each of them gives."""
-    module = load(patch_script(tmp_path, ["gptq"]), monkeypatch)
-    torch.manual_seed(0)
-    x = torch.randn(500, 64) @ torch.randn(64, 64)
-    names = [f"blocks.0.attn.{part}.weight" for part in ("c_q", "c_k", "c_v", "proj")]
-    sizes = (64, 32, 32, 64)
-    weights = {name: torch.randn(n, 64) for name, n in zip(names, sizes, strict=True)}
-    scales = {name: weight.abs().amax(dim=1) / 127 for name, weight in weights.items()}
-    hessians = {names[0]: x.T @ x, names[3]: torch.eye(64)}
-    wanted = {
-        name: module.gptq_values(weights[name], scales[name], 127, hessians[key].clone())
-        for name, key in zip(names, [names[0]] * 3 + [names[3]], strict=True)
-    }
-    shapes = []
+def test_gptq_lowers_the_error_of_each_layer(tmp_path, knobs, monkeypatch):
+    """On the inputs that it reads. Any number of ranks writes the same artifact."""
+    module = load(patch_script(tmp_path, ["gptq", "int6"]), monkeypatch)
+    monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)  # all matrices are quantized
+    levels = {"MATRIX_LEVELS": "7", "EMBED_LEVELS": "7"}
+    shapes, files = [], []
 
     def gptq_values(weight, *args, gptq_values=module.gptq_values):
         shapes.append(tuple(weight.shape))
         return gptq_values(weight, *args)
 
     monkeypatch.setattr(module, "gptq_values", gptq_values)
-    monkeypatch.setattr(module, "gather_hessians", lambda *args: hessians)
-    obj = {"quantized": dict.fromkeys(names), "scales": scales}
-    runtime = module.Runtime(0, 1, torch.device("cpu"), torch.float32, False, log=Lines())
-    gpt = SimpleNamespace(hp=module.Hyperparameters())
-    module.round_by_gptq(gpt, weights, obj, runtime)
-    assert shapes == [(128, 64), (64, 64)]
-    assert all(torch.equal(obj["quantized"][name], wanted[name]) for name in names)
-    assert "WARNING" not in runtime.log.text
-
-
-def test_gptq_calibrates_alike_on_any_number_of_ranks(tmp_path, knobs, monkeypatch):
-    module = load(patch_script(tmp_path, ["gptq"]), monkeypatch)
-    monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)  # all matrices are quantized
-    files = []
     for world_size, num_slots in ((1, "0"), (1, "2"), (2, "2")):
-        hp = module.Hyperparameters.from_env({**knobs, "GPTQ_BATCHES": num_slots})
+        hp = module.Hyperparameters.from_env({**knobs, **levels, "GPTQ_BATCHES": num_slots})
         place = (0, world_size, torch.device("cpu"), torch.float32, False)
-        state = module.new_state(hp, module.Runtime(*place, log=Lines()))
-        files.append(module.export(state.gpt, hp, state.runtime)[0])
-    assert files[1] == files[2]
-    plain, gptq = (module.deserialize(file, "")["quantized"] for file in files[:2])
-    same = {name.split(".", 2)[-1] for name in gptq if torch.equal(gptq[name], plain[name])}
-    assert same == {"attn.proj.weight", "mlp.proj.weight"}  # they are 0 at first
-    torch.nn.init.constant_(state.gpt.tok_emb.weight, torch.inf)
-    assert module.export(state.gpt, hp, state.runtime)
-    assert "WARNING: GPTQ failed" in state.runtime.log.text
+        runtime = module.Runtime(*place, log=Lines())
+        gpt = randomize(module.GPT(hp, torch.float32))
+        files.append(module.export(gpt, hp, runtime)[0])
+    assert files[1] == files[2] and "WARNING" not in runtime.log.text
+    # q, k and v read the same inputs, so one call rounds the rows of all three.
+    assert shapes[:4] == [(hp.vocab_size, 32), (64, 32), (32, 32), (64, 32)]
+    inputs = {"tok_emb.weight": []}
+    monkeypatch.setattr(gpt, "output", lambda x: inputs["tok_emb.weight"].append(x) or x)
+    for name, layer in gpt.named_modules():
+        if isinstance(layer, module.CastedLinear):
+            found = inputs[f"{name}.weight"] = []
+            layer.register_forward_hook(lambda _, args, y, found=found: found.append(args[0]))
+    loader = module.DistributedTokenLoader(hp.files("train"), 0, 1, "cpu")
+    with torch.no_grad():
+        for _ in range(2):
+            gpt.logits(loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, 8)[0])
+    plain, gptq = (module.dequantize_state_dict_int8(module.deserialize(f, "")) for f in files[:2])
+    for name, parts in inputs.items():
+        x, weight = torch.cat([part.flatten(0, -2) for part in parts]), gpt.state_dict()[name]
+        errors = [((values[name] - weight) @ x.T).norm() for values in (plain, gptq)]
+        assert errors[1] < 0.9 * errors[0], name
+    torch.nn.init.constant_(gpt.tok_emb.weight, torch.inf)
+    assert module.export(gpt, hp, runtime)
+    assert "WARNING: GPTQ failed" in runtime.log.text
 
 
 def test_muoneq_r_divides_the_rows_in_fp32(tmp_path, monkeypatch):
@@ -265,53 +257,26 @@ def test_muoneq_r_divides_the_rows_in_fp32(tmp_path, monkeypatch):
 def test_the_quantizers_knobs_reach_the_artifact(tmp_path, monkeypatch):
     module = load(patch_script(tmp_path, ["int6", "sd_clip"]), monkeypatch)
     monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 1000)
-    small = {"MODEL_DIM": "32", "NUM_LAYERS": "1", "NUM_HEADS": "2", "NUM_KV_HEADS": "1"}
-    knobs = {"EMBED_LEVELS": "63", "MATRIX_LEVELS": "7", "SD_CLIP_EMBEDDING": "3"}
-    knobs |= {"SD_CLIP_ATTENTION": "2", "SD_CLIP_MLP": "1.5"}
-    runtime = module.Runtime(0, 1, torch.device("cpu"), torch.float32, False, log=Lines())
+    torch.manual_seed(0)
+    names = ("tok_emb.weight", "blocks.0.attn.c_q.weight", "blocks.0.mlp.fc.weight")
+    weights = {name: 0.01 * torch.randn(40, 60) for name in names}
 
     def measure(environ: dict[str, str]) -> tuple[list[int], list[float]]:
         """Largest value, and quantization step in standard deviations, of three matrices."""
-        torch.manual_seed(0)
-        hp = module.Hyperparameters.from_env(small | environ)
-        gpt = module.GPT(hp, torch.float32)
-        for param in gpt.parameters():
-            torch.nn.init.normal_(param)
-        obj = module.deserialize(module.export(gpt, hp, runtime)[0], "")
-        names = ("tok_emb.weight", "blocks.0.attn.c_q.weight", "blocks.0.mlp.fc.weight")
-        deviations = (gpt.state_dict()[name].std(dim=1, correction=0) for name in names)
-        steps = [
-            (obj["scales"][name] / deviation).mean().item()
-            for name, deviation in zip(names, deviations, strict=True)
-        ]
-        return [int(obj["quantized"][name].abs().max()) for name in names], steps
+        hp = module.Hyperparameters.from_env(environ)
+        obj, _ = module.quantize_state_dict_int8(weights, hp)
+        steps = [obj["scales"][name] / weights[name].std(dim=1, correction=0) for name in names]
+        largest = [int(obj["quantized"][name].abs().max()) for name in names]
+        return largest, [step.mean().item() for step in steps]
 
+    knobs = {"EMBED_LEVELS": "63", "MATRIX_LEVELS": "7", "SD_CLIP_EMBEDDING": "3"}
+    knobs |= {"SD_CLIP_ATTENTION": "2", "SD_CLIP_MLP": "1.5"}
     largest, steps = measure(knobs)
     assert largest == [63, 7, 7] and steps == pytest.approx([3 / 63, 2 / 7, 1.5 / 7], rel=1e-3)
     assert measure({})[1] == pytest.approx([20 / 127, 12.85 / 31, 12.85 / 31], rel=1e-3)
     for bad in ({"EMBED_LEVELS": "128"}, {"MATRIX_LEVELS": "0"}, {"SD_CLIP_MLP": "0"}):
         with pytest.raises(module.InputError, match=next(iter(bad))):
             module.Hyperparameters.from_env(bad)
-
-
-@pytest.mark.parametrize("gates", [{}, {"ATTENTION_GATE_MAX": "1", "ATTENTION_GATE_SCALE": ".5"}])
-def test_attention_gate_starts_at_half_its_maximum(tmp_path, gates, monkeypatch):
-    module = load(patch_script(tmp_path, ["attention_gate"]), monkeypatch)
-    hp = module.Hyperparameters.from_env({"MODEL_DIM": "64", "NUM_LAYERS": "1", **gates})
-    attn, start = module.CausalSelfAttention(hp, 0), hp.attention_gate_max / 2
-    attn.proj = torch.nn.Identity()
-    x = torch.randn(2, 8, 64)
-    x[..., 0] = 1
-    cos, sin = module.rotary_tables(8, 8, 1e4)[:, :, None]
-    before = attn(x, cos, sin)
-    attn.gate.data[0, 0] = 2  # of the first head, by the first channel
-    after = attn(x, cos, sin)
-    factor = torch.full((64,), 1.0)
-    factor[:8] = 2 * torch.sigmoid(torch.tensor(2 * hp.attention_gate_scale))
-    assert torch.allclose(after, factor * before, atol=1e-5)
-    plain = module.attend  # the output of attention, without a gate
-    monkeypatch.setattr(module, "attend", lambda q, k, v: torch.ones_like(plain(q, k, v)))
-    assert attn(x, cos, sin)[..., 8:].unique().item() == start
 
 
 @pytest.mark.parametrize("name", ["smear_gate", "document_mask"])
@@ -324,74 +289,155 @@ def test_a_recipe_that_needs_bos_1_says_so(tmp_path, knobs, name, monkeypatch):
         module.Validation(hp)
 
 
-def test_the_gated_smear_starts_without_effect(tmp_path, monkeypatch):
-    """And adds to the embedding before its norm."""
-    module = load(patch_script(tmp_path, ["smear_gate"]), monkeypatch)
-    knobs = {"MODEL_DIM": "64", "NUM_LAYERS": "1", "SMEAR_CHANNELS": "12"}
-    gpt = module.GPT(module.Hyperparameters.from_env(knobs), torch.float32)
-    gpt.blocks = torch.nn.ModuleList()
-    gpt.tok_emb.weight.data.normal_()
-    normed = []
-    monkeypatch.setattr(module, "rms_norm", lambda x: normed.append(x[0]) or x)
-    ids = torch.tensor([[1, 5, 6, 1, 7]])
-    x = gpt.tok_emb(ids)[0]
-    gpt.logits(ids)
-    assert torch.equal(normed[0], x)
-    weights = torch.randn(13)
-    gpt.smear_gate.data = weights
-    gpt.logits(ids)
-    wanted = x.clone()
-    for t in (1, 2, 4):  # not into a BOS
-        wanted[t] += weights[12] * torch.sigmoid(weights[:12] @ x[t, :12]) * x[t - 1]
-    assert torch.allclose(normed[2], wanted, atol=1e-5)
-    assert torch.equal(normed[3], normed[2])  # the model's output: nothing is added after the norm
+def test_ema_counts_each_step_by_its_age(tmp_path, knobs, monkeypatch):
+    module = load(patch_script(tmp_path, ["ema"]), monkeypatch)
+    hp = module.Hyperparameters.from_env({**knobs, "EMA_DECAY": "0.5"})
+    state = module.new_state(hp, ALONE)
+    for state.step, value in enumerate((7.0, 3.0, 1.0), start=1):
+        torch.nn.init.constant_(state.gpt.tok_emb.weight, value)
+        state.update_ema()
+    average = module.final_weights(state)["tok_emb.weight"]
+    assert average.unique().tolist() == pytest.approx([(7 / 4 + 3 / 2 + 1) / (1 / 4 + 1 / 2 + 1)])
 
 
-def test_two_lanes_read_and_add_as_documented(tmp_path, monkeypatch):
-    module = load(patch_script(tmp_path, ["parallel_residuals"]), monkeypatch)
-    knobs = {"MODEL_DIM": "16", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TWO_LANES": "1"}
-    knobs |= {"NUM_LAYERS": "3", "PARALLEL_LAYERS": "1"}
-    torch.manual_seed(0)
-    gpt = module.GPT(module.Hyperparameters.from_env(knobs), torch.float32)
-    for param in gpt.parameters():
-        torch.nn.init.normal_(param)
-    assert [hasattr(block, "lane_scales") for block in gpt.blocks] == [False, False, True]
-    block, lanes, x0 = gpt.blocks[2], torch.randn(2, 1, 8, 16), torch.randn(1, 8, 16)
-    cos, sin = gpt.rotary[:, :8, None]
-    mixed = block.resid_mix[0] * lanes[0] + block.resid_mix[1] * x0
-    attn = block.attn_scale * block.attn(module.rms_norm(mixed), cos, sin)
-    mlp = block.mlp_scale * block.mlp(module.rms_norm(lanes[1]))
-    wanted = [
-        k * lane + a * attn + m * mlp
-        for lane, (k, a, m) in zip(lanes, block.lane_scales.T, strict=True)
-    ]
-    assert torch.allclose(block(lanes, x0, cos, sin), torch.stack(wanted), atol=1e-4)
-    single = block(lanes[0], x0, cos, sin)
-    assert torch.allclose(single, block(lanes[[0, 0]], x0, cos, sin), atol=1e-4)
-    groups = module.parameter_groups(gpt, gpt.hp)
-    assert any(param is block.lane_scales for param in groups["scalar"])
-    outputs, inputs = [], []
-    block.register_forward_hook(lambda *args: outputs.append(args[2]))
-    monkeypatch.setattr(gpt, "output", lambda x: inputs.append(x) or x)
-    gpt.logits(torch.randint(1024, (2, 8)))
-    assert outputs[0].shape == (2, 2, 8, 16)
-    assert torch.equal(inputs[0], module.rms_norm(outputs[0].mean(dim=0)).flatten(0, 1))
+@pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=pytest.mark.recipes)])
+def test_loops_begin_during_the_run(tmp_path, knobs, compiled, monkeypatch):
+    """The warm-up takes steps with them, so that no later step compiles a graph."""
+    module = load(patch_script(tmp_path, ["depth_recurrence"]), monkeypatch)
+    numbers, graphs = [], []  # of layers and of compiled graphs, after each step
+
+    def train_step(state, train_step=module.train_step):
+        loss = train_step(state)
+        numbers.append(len(state.gpt.order))
+        graphs.append(counters["stats"]["unique_graphs"])
+        return loss
+
+    monkeypatch.setattr(module, "train_step", train_step)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    settings = {"COMPILE": compiled, "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "4"}
+    settings |= {"LOOP_FROM": "0.5", "LOOP_TIMES": "2", "MAX_VAL_TOKENS": "32"}
+    finished(run_here(tmp_path, {**knobs, **settings}, module))
+    assert numbers == [3, 3, 7, 7, 3, 3, 3, 7, 7, 7]
+    assert graphs[3:] == 7 * [graphs[3]] and (graphs[0] < graphs[2]) == (compiled == "1")
 
 
-def test_only_the_lane_of_attention_gets_skips(tmp_path, monkeypatch):
-    """From the layers before the lanes: lanes begin in the second half of the layers."""
-    module = load(patch_script(tmp_path, ["skip_gates", "parallel_residuals"]), monkeypatch)
-    knobs = {"MODEL_DIM": "16", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TWO_LANES": "1"}
-    gpt = module.GPT(module.Hyperparameters.from_env({**knobs, "NUM_LAYERS": "4"}), torch.float32)
-    assert [hasattr(block, "lane_scales") for block in gpt.blocks] == [False, False, True, True]
-    assert torch.equal(gpt.blocks[2].lane_scales[0], torch.tensor([1.1, 1.1]))
-    seen = []  # inputs and outputs of the layers
-    for param in gpt.parameters():
-        torch.nn.init.normal_(param)
-    for block in gpt.blocks:
-        block.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
-    gpt.logits(torch.randint(1024, (2, 8)))
-    skip, before, after = seen[0][1], seen[2][1], seen[3][0]
-    gate = torch.sigmoid(gpt.skip_weights_gate[1])
-    wanted = gate * before[0] + (1 - gate) * gpt.skip_weights[1] * skip
-    assert torch.allclose(after[0], wanted, rtol=1e-4) and torch.equal(after[1], before[1])
+# ---- The model, by the formulas of the recipes ---------------------------------------------------
+T = 16
+SMALL = (
+    f"NUM_LAYERS=6 MODEL_DIM=32 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN={T} XSA_LAYERS=2 "
+    "ROPE_FRACTION=0.5 LOOP_LAYERS=2 LOOP_FIRST=1 PARALLEL_LAYERS=4 BIGRAM_BUCKETS=50 BIGRAM_DIM=8 "
+    "ATTENTION_GATE_MAX=1.5 ATTENTION_GATE_SCALE=0.5"
+)
+PUBLISHED = "SMEAR_CHANNELS=12 TWO_LANES=1"
+STACK = (
+    "attention_gate bigram_hash depth_recurrence leaky_relu parallel_residuals partial_rope "
+    "skip_gates smear_gate xsa"
+)
+
+
+def plain_embedding(gpt: nn.Module, ids: list[int]) -> Tensor:
+    """The first layer's input."""
+    x = gpt.tok_emb.weight[ids]
+    if hasattr(gpt, "bigram"):
+        pairs = [((36313 * b) ^ (27191 * a)) % 49 for a, b in itertools.pairwise(ids)]
+        x = x + gpt.bigram.scale * gpt.bigram.proj(gpt.bigram.table[[49, *pairs]])
+    if not hasattr(gpt, "smear_gate"):
+        return rms_norm(x)
+    weights, has_inputs = gpt.smear_gate, gpt.hp.smear_channels > 0
+    assert len(weights) == (13 if has_inputs else 32)
+    x = x if has_inputs else rms_norm(x)
+    rows = [*x]
+    for t in [t for t in range(1, T) if ids[t] != 1]:  # nothing goes into a BOS
+        if has_inputs:
+            rows[t] = x[t] + weights[12] * torch.sigmoid(weights[:12] @ x[t, :12]) * x[t - 1]
+        else:
+            rows[t] = torch.lerp(x[t], x[t - 1], torch.sigmoid(weights))
+    return rms_norm(torch.stack(rows)) if has_inputs else torch.stack(rows)
+
+
+def plain_attention(gpt: nn.Module, names: str, layer: int, x: Tensor, first: list) -> Tensor:
+    """first: the values of the first layer."""
+    attn = gpt.blocks[layer].attn
+    q, k, v = (c(x).view(T, -1, 8) for c in (attn.c_q, attn.c_k, attn.c_v))
+    if "value_residual" in names and layer > 0:
+        v = attn.value_resid_mix[0] * first[0] + attn.value_resid_mix[1] * v
+    first.append(v)
+    n = 4 if "partial_rope" in names else 8  # rotated channels
+    cos, sin = rotary_tables(T, n, 10_000)[:, :, None]
+    q, k = (
+        torch.cat((apply_rotary(x[..., :n], cos, sin), x[..., n:]), dim=-1)
+        for x in (rms_norm(q), rms_norm(k))
+    )
+    y = attend(*(x[None] for x in (q * attn.q_gain[:, None], k, v)))[0]
+    if "xsa" in names and layer >= 4:
+        v = v.repeat_interleave(2, dim=1)
+        y = y - (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
+    if "attention_gate" in names:
+        y = 1.5 * torch.sigmoid(0.5 * x[:, :12] @ attn.gate.T)[..., None] * y
+    return attn.proj(y.flatten(1))
+
+
+def plain_logits(gpt: nn.Module, names: str, ids: list[int], order: list[int]) -> Tensor:
+    x0 = plain_embedding(gpt, ids)
+    lanes, skips, values = [x0, x0], [], []  # one stream is two equal lanes
+    for i, layer in enumerate(order):
+        block, num_skips = gpt.blocks[layer], len(order) // 2
+        is_parallel = "parallel_residuals" in names and layer >= 2
+        has_lanes = is_parallel and layer >= 3 and gpt.hp.two_lanes
+        if i >= num_skips:
+            row = len(gpt.skip_weights) - 2 * num_skips + i
+            kept, added = lanes[0], gpt.skip_weights[row] * skips.pop()
+            if "skip_gates" in names:
+                gate = torch.sigmoid(gpt.skip_weights_gate[row])
+                kept, added = gate * kept, (1 - gate) * added
+            lanes = [kept + added, lanes[1] if has_lanes and layer > 3 else kept + added]
+        scale = (layer + 1) ** -0.5 if "partial_rope" in names else 1
+        mixed = block.resid_mix[0] * lanes[0] + block.resid_mix[1] * x0
+        y = plain_attention(gpt, names, layer, scale * rms_norm(mixed), values)
+        y = block.attn_scale * y
+        x = lanes[1] if has_lanes else mixed if is_parallel else mixed + y
+        hidden = block.mlp.fc(scale * rms_norm(x))
+        negative = 0.5 * hidden if "leaky_relu" in names else 0 * hidden
+        z = block.mlp_scale * block.mlp.proj(torch.where(hidden > 0, hidden, negative) ** 2)
+        if has_lanes:
+            factors = zip(lanes, block.lane_scales.T, strict=True)
+            lanes = [keep * lane + attn * y + mlp * z for lane, (keep, attn, mlp) in factors]
+        else:
+            lanes = [mixed + y + z] * 2
+        skips += [lanes[0]] if i < num_skips else []
+    logits = rms_norm((lanes[0] + lanes[1]) / 2) @ gpt.tok_emb.weight.T
+    return 30 * torch.tanh(logits / 30)
+
+
+@pytest.mark.parametrize(
+    "names, knobs",
+    [(STACK, PUBLISHED), (STACK, ""), ("value_residual xsa attention_gate smear_gate", "")],
+)
+def test_logits_are_those_of_a_plain_version(tmp_path, names, knobs, monkeypatch):
+    module = load(patch_script(tmp_path, names.split()), monkeypatch)
+    gpt = random_model(module, dict(knob.split("=") for knob in f"{SMALL} {knobs}".split()))
+    ids = [1, *range(5, 12), 1, *range(10, 17)]
+    orders = [[0, 1, 2, 1, 2, 3, 4, 5], [*range(6)]] if names == STACK else [[*range(6)]]
+    for order in orders:
+        expected = plain_logits(gpt, names, ids, order)
+        torch.testing.assert_close(gpt.logits(torch.tensor([ids])), expected, rtol=0, atol=1e-3)
+        if names == STACK:
+            gpt.set_looping(False)
+
+
+def test_new_parameters_begin_as_documented(tmp_path, monkeypatch):
+    """Adam trains those that are not matrices, and they stay fp32."""
+    module = load(patch_script(tmp_path, STACK.split()), monkeypatch)
+    knobs = dict(knob.split("=") for knob in f"{SMALL} {PUBLISHED}".split())
+    gpt = module.GPT(module.Hyperparameters.from_env(knobs))
+    zeros = (gpt.smear_gate, gpt.skip_weights_gate, gpt.blocks[5].attn.gate)
+    assert not any(param.any() for param in (*zeros, gpt.bigram.table))
+    assert gpt.bigram.scale.item() == pytest.approx(0.05)
+    assert module.Hyperparameters().attention_gate_max == 2  # a gate of 0 then has no effect
+    assert gpt.blocks[5].lane_scales.tolist() == [[pytest.approx(1.1)] * 2, [1] * 2, [1] * 2]
+    other = load(patch_script(tmp_path / "other", ["value_residual"]), monkeypatch)
+    mix = other.CausalSelfAttention(other.Hyperparameters(), 1).value_resid_mix
+    assert mix.tolist() == [0.5, 0.5]
+    scalars = {id(param) for param in module.parameter_groups(gpt, gpt.hp)["scalar"]}
+    for param in (*zeros, gpt.blocks[5].lane_scales, gpt.bigram.scale):
+        assert id(param) in scalars and param.dtype == torch.float32

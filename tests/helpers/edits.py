@@ -20,88 +20,61 @@ LAST_NORM = "        logits = self.output(rms_norm(x).flatten(0, 1))\n"
 OUTPUT = '        """The output layer, tied or not: (n, D) -> (n, V)."""\n'
 GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
 NORM = "        x = x0 = rms_norm(x)\n"
-ROTATED = """\
-        q = apply_rotary(rms_norm(q), cos, sin)
-        k = apply_rotary(rms_norm(k), cos, sin)
-"""
-PROJECTED = """\
-        y = y.reshape(B, T, D)
-        return self.proj(y)
-"""
-SCHEDULED = """\
-    if hp.warmdown_frac > 0:
-        return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)
-"""
-MUON = """\
-    muon = Muon(
-        params["matrix"],
-        lr=hp.matrix_lr,
-        momentum=hp.muon_momentum,
-        backend_steps=hp.muon_backend_steps,
-        dtype=gpt.dtype,
-        compiled=compiled,
-    )
-"""
-EDITS = {
-    "leaky_relu": [("F.relu(x).square()", "F.leaky_relu(x, 0.5).square()")],
-    "schedule": [
-        (
-            SCHEDULED,
-            "    return min((1 - progress(hp, step, elapsed_ms)) / 0.5, 1.0)\n" + SCHEDULED,
-        )
-    ],
-    "final_gain": [
-        (BEFORE_INIT, f"        self.final_gain = nn.Parameter(torch.ones(D))\n{BEFORE_INIT}"),
-        (OUTPUT, f"{OUTPUT}        x = x * self.final_gain.to(x.dtype)\n"),
-        (GROUPS, f'{GROUPS}OPTIMIZER_GROUPS |= {{"final_gain": "scalar"}}\n'),
-    ],
-    "silu": [("F.relu(x).square()", "F.silu(x)")],
-    "swiglu": [
-        (MLP, SWIGLU),
-        (RELU_SQUARED, "        x = F.silu(self.gate(x)) * self.fc(x)\n"),
-    ],
-    "untied": [("tie_embeddings: bool = True", "tie_embeddings: bool = False")],
-    "output_gate": [
-        (
-            "        self.q_gain = nn.Parameter",
-            "        self.c_g = CastedLinear(D, D, bias=False)\n        self.q_gain = nn.Parameter",
+SCHEDULED = "    if hp.warmdown_frac > 0:\n"
+EDITS = {  # old text and new
+    "leaky_relu": {"F.relu(x).square()": "F.leaky_relu(x, 0.5).square()"},
+    "schedule": {
+        SCHEDULED: "    return min((1 - progress(hp, step, elapsed_ms)) / 0.5, 1.0)\n" + SCHEDULED
+    },
+    "final_gain": {
+        BEFORE_INIT: f"        self.final_gain = nn.Parameter(torch.ones(D))\n{BEFORE_INIT}",
+        OUTPUT: f"{OUTPUT}        x = x * self.final_gain.to(x.dtype)\n",
+        GROUPS: f'{GROUPS}OPTIMIZER_GROUPS |= {{"final_gain": "scalar"}}\n',
+    },
+    "silu": {"F.relu(x).square()": "F.silu(x)"},
+    "swiglu": {
+        MLP: SWIGLU,
+        RELU_SQUARED: "        x = F.silu(self.gate(x)) * self.fc(x)\n",
+    },
+    "untied": {"tie_embeddings: bool = True": "tie_embeddings: bool = False"},
+    "output_gate": {
+        "        self.q_gain =": (
+            "        self.c_g = CastedLinear(D, D, bias=False)\n        self.q_gain ="
         ),
-        (PROJECTED, PROJECTED.replace("D)\n", "D) * torch.sigmoid(self.c_g(x))\n")),
-    ],
-    "bigram": [
-        (BEFORE_INIT, f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}"),
-        (
-            NORM,
+        "y.reshape(B, T, D)\n": "y.reshape(B, T, D) * torch.sigmoid(self.c_g(x))\n",
+    },
+    "bigram": {
+        BEFORE_INIT: f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}",
+        NORM: (
             "        previous = F.pad(input_ids[:, :-1], (1, 0))\n"
             "        pairs = F.embedding((31 * previous + input_ids) % 512, self.bigram)\n"
-            f"        x = x + pairs.to(x.dtype)\n{NORM}",
+            f"        x = x + pairs.to(x.dtype)\n{NORM}"
         ),
-        (GROUPS, f'{GROUPS}OPTIMIZER_GROUPS |= {{"bigram": "embed"}}\n'),
-    ],
-    "codec": [
-        ("zlib.compress(data, 9)", "lzma.compress(data)"),
-        ("zlib.decompress(data)", "lzma.decompress(data)"),
-        ("import zlib\n", "import lzma\n"),
-    ],
-    "dropout": [(LAST_NORM, f"        x = F.dropout(x, 0.1, self.training)\n{LAST_NORM}")],
-    "ten_layers": [("num_layers: int = 9", "num_layers: int = 10")],
-    "positions": [
-        (
-            BEFORE_INIT,
+        GROUPS: f'{GROUPS}OPTIMIZER_GROUPS |= {{"bigram": "embed"}}\n',
+    },
+    "codec": {
+        "zlib.compress(data, 9)": "lzma.compress(data)",
+        "zlib.decompress(data)": "lzma.decompress(data)",
+        "import zlib\n": "import lzma\n",
+    },
+    "dropout": {LAST_NORM: f"        x = F.dropout(x, 0.1, self.training)\n{LAST_NORM}"},
+    "ten_layers": {"num_layers: int = 9": "num_layers: int = 10"},
+    "positions": {
+        BEFORE_INIT: (
             "        self.positions = nn.Parameter(torch.zeros(hp.train_seq_len, D))\n"
-            + BEFORE_INIT,
+            + BEFORE_INIT
         ),
-        (
-            NORM,
-            "        x = rms_norm(x) + self.positions[: input_ids.size(1)].to(x.dtype)\n"
-            "        x0 = x\n",
-        ),
-        (ROTATED, "        q, k = rms_norm(q), rms_norm(k)\n"),
-        (GROUPS, f'{GROUPS}OPTIMIZER_GROUPS |= {{"positions": "embed"}}\n'),
-    ],
-    "sgd": [
-        (MUON, '    muon = torch.optim.SGD(params["matrix"], lr=0.01, momentum=0.9)\n'),
-    ],
+        NORM: "        x = x0 = rms_norm(x) + self.positions[: input_ids.size(1)].to(x.dtype)\n",
+        "apply_rotary(rms_norm(q), cos, sin)": "rms_norm(q)",
+        "apply_rotary(rms_norm(k), cos, sin)": "rms_norm(k)",
+        GROUPS: f'{GROUPS}OPTIMIZER_GROUPS |= {{"positions": "embed"}}\n',
+    },
+    "sgd": {
+        "    for group in adam.param_groups": (
+            '    muon = torch.optim.SGD(params["matrix"], lr=0.01, momentum=0.9)\n'
+            "    for group in adam.param_groups"
+        )
+    },
 }
 TOGETHER = [
     "final_gain", "swiglu", "untied", "output_gate", "codec", "dropout", "ten_layers", "schedule",
@@ -111,7 +84,7 @@ TOGETHER = [
 def edit_script(source: str, names: list[str]) -> str:
     """Return the source with these edits."""
     for name in names:
-        for old, new in EDITS[name]:
+        for old, new in EDITS[name].items():
             if source.count(old) != 1:
                 raise ValueError(f"{name}: {old!r} occurs {source.count(old)} times")
             source = source.replace(old, new)
