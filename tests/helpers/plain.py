@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.c_k = nn.Linear(dim, kv_dim, bias=False)
         self.c_v = nn.Linear(dim, kv_dim, bias=False)
         self.proj = nn.Linear(dim, dim, bias=False)
-        self.q_gain = nn.Parameter(torch.ones(hp.num_heads))
+        self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
 
     def rotate(self, x: Tensor) -> Tensor:
         T, h = x.shape[-2:]
@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.mlp.proj = nn.Linear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
         self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
-        self.resid_mix = nn.Parameter(torch.ones(2, hp.model_dim))
+        self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
 
     def forward(self, x: Tensor, x0: Tensor) -> Tensor:
         mix = self.resid_mix.to(x.dtype)
