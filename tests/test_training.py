@@ -132,9 +132,7 @@ def test_dropout_is_the_same_on_any_number_of_ranks_and_after_a_resume(hp, world
 def test_a_run_is_the_plain_training(tmp_path, knobs, tied, layers, kv_heads):
     """Ten steps, with the learning rates and the momentum of each step written out."""
     environ = {**knobs, "TIE_EMBEDDINGS": tied, "NUM_LAYERS": layers, "NUM_KV_HEADS": kv_heads}
-    environ |= dict(
-        EMBED_LR="0.05", HEAD_LR="0.02", MATRIX_LR="0.03", SCALAR_LR="0.01", BETA1="0.8"
-    )
+    environ |= dict(EMBED_LR="0.1", HEAD_LR="0.02", MATRIX_LR="0.03", SCALAR_LR="0.01", BETA1="0.8")
     environ |= dict(ITERATIONS="10", MUON_MOMENTUM_WARMUP_STEPS="5", ADAM_EPS="1e-5")
     hp = Hyperparameters.from_env(environ)
     log = finished(run_here(tmp_path, environ))
