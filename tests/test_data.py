@@ -1,6 +1,7 @@
 """Shards, the token stream, and each rank's part of it."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -33,34 +34,23 @@ def test_a_shard_loads_as_its_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage, words",
-    [
-        (dict(magic=20240521), ["[20240521, 1, 3]"]),
-        (dict(version=2), ["[20240520, 2, 3]"]),
-        (dict(count=4), ["[20240520, 1, 4]", "1030 bytes"]),  # cut short
-        (dict(count=2), ["[20240520, 1, 2]", "1030 bytes"]),  # too long
-        (b"", ["0 bytes"]),
-        (b"x" * 5000, ["5000 bytes"]),
-    ],
+    "size, header",
+    [(1030, {"magic": 20240521}), (1030, {"version": 2}), (1030, {"count": 4})]
+    + [(size, {}) for size in (0, 1028, 1031, 1032)],
 )
-def test_a_wrong_header_or_size_names_the_file(tmp_path, damage, words):
-    path = tmp_path / "bad.bin"
-    if isinstance(damage, bytes):
-        path.write_bytes(damage)
-    else:
-        write_shard(path, [1, 2, 3], **damage)
-    with pytest.raises(InputError) as caught:
+def test_a_wrong_header_or_size_names_the_file(tmp_path, size, header):
+    path = write_shard(tmp_path / "bad.bin", [1, 2, 3], **header)
+    os.truncate(path, size)
+    with pytest.raises(InputError, match=rf"^{path}: .*{size} bytes.*: get the file again"):
         load_data_shard(path)
-    assert all(word in str(caught.value) for word in [str(path), *words])
 
 
 @pytest.mark.parametrize("sizes", [[], [0]])
 def test_without_any_token_the_error_says_how_to_get_shards(tmp_path, sizes):
     pattern = write_counting_shards(tmp_path, sizes)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match="cached_challenge_fineweb.py.*\n.*PRESET=demo") as caught:
         TokenStream(pattern)
-    words = [pattern, "no tokens", "cached_challenge_fineweb.py", "PRESET=demo"]
-    assert all(word in str(caught.value) for word in words)
+    assert f"no tokens in {pattern}" in str(caught.value)
 
 
 def test_a_token_outside_the_vocabulary_names_its_shard(tmp_path):

@@ -4,9 +4,9 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from runs import SCRIPT, launch_command, start
 from texts import write_shard
 from torch import Tensor
@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
 ]
 GPU = torch.device("cuda", 0)
-NUM_GPUS = torch.cuda.device_count()
 REFERENCE_PEAK_MIB = 10_184  # the reference's published run, 8xH100, the same slot
 
 
@@ -29,7 +28,7 @@ def exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def on_gpu(dtype: torch.dtype, compiled: bool = False) -> Runtime:
+def on_gpu(dtype: torch.dtype, compiled: bool) -> Runtime:
     return Runtime(0, 1, GPU, dtype, compiled)
 
 
@@ -43,21 +42,20 @@ def loss_and_gradients(dtype: torch.dtype, compiled: bool) -> list[Tensor]:
     """Loss and gradients of two wide layers without the zeros of the initial weights."""
     hp = Hyperparameters(num_layers=2, train_seq_len=256)
     torch.manual_seed(0)
-    gpt = GPT(hp, dtype).to(GPU)
-    generator = torch.Generator().manual_seed(1)
+    gpt = GPT(hp, dtype)
     with torch.no_grad():
         for param in gpt.parameters():
-            noise = torch.randn(param.shape, generator=generator)
-            param.add_(0.02 * noise.to(param.device, param.dtype))
-    ids = torch.randint(hp.vocab_size, (8, hp.train_seq_len + 1), generator=generator).to(GPU)
-    model = train_gpt.wrap(gpt, on_gpu(dtype, compiled))
+            param.add_(0.02 * torch.randn(param.shape))
+    ids = torch.randint(hp.vocab_size, (8, hp.train_seq_len + 1)).to(GPU)
+    model = train_gpt.wrap(gpt.to(GPU), on_gpu(dtype, compiled))
     loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     loss.backward()
     return [loss.detach(), *(param.grad for param in gpt.parameters())]
 
 
 def test_compiled_against_eager():
-    """In fp32 they agree; in bf16 the compiled one is not farther from fp32 than the eager one."""
+    """In fp32 they agree; in bf16 the compiled one is not farther from fp32 than the eager one. In
+    fp32 attention repeats k and v, in bf16 a fused kernel shares them."""
     exact = loss_and_gradients(torch.float32, False)
     compiled_fp32 = distance(loss_and_gradients(torch.float32, True), exact)
     eager_bf16 = distance(loss_and_gradients(torch.bfloat16, False), exact)
@@ -67,28 +65,8 @@ def test_compiled_against_eager():
     assert compiled_bf16 < 1.5 * eager_bf16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_attention_against_float64(dtype):
-    """Output and gradients with the default model's heads."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 512, heads, 64, device=GPU).to(dtype) for heads in (8, 4, 4))
-    parts = [part.requires_grad_() for part in (q, k, v)]
-    grad = torch.randn(2, 512, 8, 64, device=GPU).to(dtype)
-    y = train_gpt.attend(*parts)
-    y.backward(grad)
-    exact = [part.detach().double().requires_grad_() for part in parts]
-    heads_first = [part.transpose(1, 2) for part in exact]
-    heads_first[1:] = (part.repeat_interleave(2, dim=1) for part in heads_first[1:])
-    wanted = F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
-    wanted.backward(grad.double())
-    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-3  # some backends multiply fp32 in TF32
-    found = [y, *(part.grad for part in parts)]
-    assert distance(found, [wanted, *(part.grad for part in exact)]) < tolerance
-
-
 def run_on_gpus(folder: Path, knobs: dict[str, str], ranks: int) -> list[float]:
     """The losses that the script logs, compiled, in fp32."""
-    folder.mkdir()
     kept = ("CUDA_", "NCCL_", "LD_PRELOAD", "TORCHINDUCTOR_", "TRITON_")
     environ = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     environ |= {**knobs, "DEVICE": "cuda", "DTYPE": "fp32", "COMPILE": "1"}
@@ -104,23 +82,22 @@ def run_on_gpus(folder: Path, knobs: dict[str, str], ranks: int) -> list[float]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, knobs) -> list[float]:
     """The losses of the script without torchrun."""
-    return run_on_gpus(tmp_path_factory.mktemp("alone") / "run", knobs, 0)
+    return run_on_gpus(tmp_path_factory.mktemp("alone"), knobs, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_ranks_of_nccl_against_the_script_alone(ranks, alone, knobs, tmp_path):
-    if ranks > NUM_GPUS:
-        pytest.skip(f"{ranks} ranks need as many GPUs, and there are {NUM_GPUS}")
-    assert run_on_gpus(tmp_path / "run", knobs, ranks) == pytest.approx(alone, abs=5e-3)
+    if ranks > torch.cuda.device_count():
+        pytest.skip(f"{ranks} ranks need as many GPUs")
+    assert run_on_gpus(tmp_path, knobs, ranks) == pytest.approx(alone, abs=5e-3)
 
 
 def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_path):
     """Eight slots of 65,536 tokens, compiled, with both optimizers."""
-    tokens = torch.randint(1024, (600_000,), generator=torch.Generator().manual_seed(0))
-    write_shard(tmp_path / "fineweb_train_000000.bin", tokens.numpy())
-    state = train_gpt.new_state(
-        Hyperparameters(data_path=str(tmp_path)), on_gpu(torch.bfloat16, True)
-    )
+    tokens = np.random.default_rng(0).integers(1024, size=600_000)
+    write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
+    hp = Hyperparameters(data_path=str(tmp_path))
+    state = train_gpt.new_state(hp, on_gpu(torch.bfloat16, True))
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):  # in the second one there is optimizer state
         train_gpt.train_step(state)

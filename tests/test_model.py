@@ -1,13 +1,11 @@
-"""GPT: its parameters, its function and its training against the plain model."""
+"""GPT: its initial weights and dtypes. Its loss and gradients: test_training.py."""
 
 import pytest
 import torch
-from plain import PlainGPT, PlainOptimizers, batches, plain_step
-from runs import ALONE
+from plain import PlainGPT
 from scripts import randomize
-from torch import nn
 
-from train_gpt import GPT, Hyperparameters, new_state, train_step
+from train_gpt import GPT, Hyperparameters
 
 SMALL = dict(
     vocab_size=96, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, train_seq_len=24
@@ -25,61 +23,23 @@ def batch(hp: Hyperparameters, sequences: int = 3) -> tuple[torch.Tensor, torch.
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def gradients(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(x, y).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.baseline
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_are_the_contracts_for_a_seed(tied):
-    gpt, hp = build(torch.bfloat16, seed=5, tie_embeddings=tied, num_layers=3)
+    """Those of torch's layers, in the plain model's order, but for zeros and a tied embedding."""
+    gpt, hp = build(torch.bfloat16, seed=5, tie_embeddings=tied)
     torch.manual_seed(5)
-    D, kv = hp.model_dim, 16
-    embedding = nn.Embedding(hp.vocab_size, D).weight
-    shapes = {
-        "attn.c_q": (D, D), "attn.c_k": (kv, D), "attn.c_v": (kv, D), "attn.proj": (D, D),
-        "mlp.fc": (2 * D, D), "mlp.proj": (D, 2 * D),
-    }  # fmt: skip
-    drawn = {
-        f"blocks.{i}.{name}.weight": nn.Linear(columns, rows, bias=False).weight
-        for i in range(3)
-        for name, (rows, columns) in shapes.items()
-    }
+    expected = PlainGPT(hp).state_dict()
+    for name, tensor in expected.items():
+        if name.endswith(("proj.weight", "lm_head.weight")):
+            tensor.zero_()
     if tied:
-        embedding = torch.empty(hp.vocab_size, D).normal_(0, hp.tied_embed_init_std)
-    else:
-        drawn["lm_head.weight"] = torch.zeros(hp.vocab_size, D)
-    drawn["tok_emb.weight"] = embedding
-    state = gpt.state_dict()
-    assert [n for n, p in state.items() if p.dtype != torch.float32] == ["tok_emb.weight"]
-    assert state["tok_emb.weight"].dtype == torch.bfloat16
-    for name, weight in drawn.items():
-        if "proj" in name:
-            weight = torch.zeros_like(weight)
-        assert torch.equal(state[name].float(), weight.bfloat16().float()), name
-    assert torch.equal(state["blocks.1.resid_mix"], torch.stack((torch.ones(D), torch.zeros(D))))
-    assert torch.equal(state["blocks.2.attn.q_gain"], torch.full((4,), hp.qk_gain_init))
-    for name in ("skip_weights", "blocks.0.attn_scale", "blocks.0.mlp_scale"):
-        assert torch.equal(state[name], torch.ones_like(state[name]))
-
-
-@pytest.mark.baseline
-@pytest.mark.parametrize("tied, layers, kv_heads", [(True, 1, 4), (False, 4, 1), (True, 5, 2)])
-def test_equals_the_plain_model(tied, layers, kv_heads):
-    """With the same names and shapes of parameters."""
-    gpt, hp = build(tie_embeddings=tied, num_layers=layers, num_kv_heads=kv_heads)
-    plain = PlainGPT.like(randomize(gpt), hp)
-    x, y = batch(hp)
-    torch.testing.assert_close(gpt(x, y), plain(x, y), rtol=1e-5, atol=1e-5)
-    expected = gradients(plain, x, y)
-    found = gradients(gpt, x, y)
-    if layers == 1:
-        expected.pop("skip_weights", None)
+        expected["tok_emb.weight"].normal_(0, hp.tied_embed_init_std)
+    found = gpt.state_dict()
     assert found.keys() == expected.keys()
-    for name, grad in found.items():
-        torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+    for name, tensor in found.items():
+        assert tensor.dtype == (torch.bfloat16 if name == "tok_emb.weight" else torch.float32)
+        assert torch.equal(tensor.float(), expected[name].bfloat16().float()), name
 
 
 @pytest.mark.baseline
@@ -106,18 +66,3 @@ def test_no_loss_depends_on_later_tokens():
             changed[0, position] = (x[0, position] + 1) % hp.vocab_size
             moved = (gpt(changed, y, "none")[0] - before).abs()
             assert moved[:position].max() < 1e-6 < 1e-3 < moved[position]
-
-
-@pytest.mark.baseline
-@pytest.mark.parametrize("tied", ["1", "0"])
-def test_the_losses_of_a_training_are_the_plain_ones(knobs, tied):
-    small = {"TRAIN_BATCH_TOKENS": "256", "BATCH_SLOTS": "2", "TIE_EMBEDDINGS": tied}
-    hp = Hyperparameters.from_env({**knobs, **small, "EMBED_LR": "0.05"})
-    state = new_state(hp, ALONE)
-    model = PlainGPT.like(state.gpt, hp)
-    optimizers = PlainOptimizers(model, hp, bf16=False)
-    slots = batches(state.loader.stream.paths, ALONE.device, 128, hp.train_seq_len)
-    steps = [(train_step(state).item(), plain_step(model, optimizers, slots, 2)) for _ in range(20)]
-    fast, slow = zip(*steps, strict=True)
-    assert fast == pytest.approx(slow, rel=1e-3)
-    assert fast[-1] < fast[0] - 0.5  # there was something to agree about

@@ -88,17 +88,16 @@ class FakeGPU(TorchDispatchMode):
 
 
 def main() -> None:
-    folder, results = Path(sys.argv[1]), {}
+    folder, gpu, results = Path(sys.argv[1]), FakeGPU(), {}
     install_guard(folder)
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.Runtime(3, 8, GPU, torch.bfloat16, False)
     dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
-    gpu, parameters = FakeGPU(), []
 
     def backward(loss: torch.Tensor) -> None:
         """Set gradients to zeros. Autograd's engine needs a real device."""
         assert (loss.device, loss.ndim, loss.requires_grad) == (GPU, 0, True)
-        for param in parameters:
+        for param in state.gpt.parameters():
             param.grad = torch.zeros_like(param)
 
     def all_gather_object(values: list, value: Any) -> None:
@@ -109,6 +108,7 @@ def main() -> None:
     torch.cuda._lazy_init = lambda: None
     torch.cuda.synchronize = lambda device=None: gpu.waits.append("synchronized")
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(major=9)
+    train_gpt.wrap = lambda gpt, runtime: gpt  # DistributedDataParallel needs a real device
 
     def check(name: str, action: Callable, *args: Any) -> Any:
         """Record the devices of the action's result, and its waits."""
@@ -119,20 +119,15 @@ def main() -> None:
         return value
 
     with gpu:
-        gpt = train_gpt.GPT(hp, runtime.dtype).to(GPU)
-        parameters += [param for param in gpt.parameters() if param.requires_grad]
-        loader = train_gpt.DistributedTokenLoader(hp.files("train"), 3, 8, GPU, hp.vocab_size)
-        optimizers = train_gpt.build_optimizers(gpt)
-        stopwatch = train_gpt.Stopwatch(GPU)
-        state = train_gpt.TrainingState(hp, runtime, gpt, gpt, optimizers, loader, stopwatch)
-        check("batch", loader.next_batch, hp.train_batch_tokens, hp.train_seq_len, 1)
+        state = train_gpt.new_state(hp, runtime)
+        batch = (hp.train_batch_tokens, hp.train_seq_len, 1)
+        check("batch", state.loader.next_batch, *batch)
         check("step", train_gpt.train_step, state)
-        saved = check("state_dict", state.state_dict)
-        state.load_state_dict(saved)
-        check("optimizer state", lambda: [[*one.state.values()] for one in optimizers])
+        state.load_state_dict(check("state_dict", state.state_dict))
+        check("optimizer state", lambda: [[*one.state.values()] for one in state.optimizers])
         check("step after load_state_dict", train_gpt.train_step, state)
         tokens = torch.zeros(8 * hp.train_seq_len + 1, dtype=torch.uint16)
-        check("evaluate", train_gpt.evaluate, gpt, tokens, hp.train_seq_len, hp, runtime)
+        check("evaluate", train_gpt.evaluate, state.model, tokens, hp.train_seq_len, hp, runtime)
     (folder / "result.json").write_text(json.dumps(results))
     os._exit(0)  # autograd's and the fake group's threads have nothing to clean up
 

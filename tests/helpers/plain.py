@@ -34,10 +34,7 @@ class Attention(nn.Module):
         self.c_k = nn.Linear(dim, kv_dim, bias=False)
         self.c_v = nn.Linear(dim, kv_dim, bias=False)
         self.proj = nn.Linear(dim, dim, bias=False)
-        self.q_gain = nn.Parameter(torch.ones(hp.num_heads))
-
-    def heads(self, x: Tensor, num_heads: int) -> Tensor:
-        return x.view(x.size(0), x.size(1), num_heads, -1).transpose(1, 2)  # (B, heads, T, h)
+        self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
 
     def rotate(self, x: Tensor) -> Tensor:
         T, h = x.shape[-2:]
@@ -48,11 +45,12 @@ class Attention(nn.Module):
         return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        heads = (B, T, -1, D // self.hp.num_heads)
+        q, k, v = (c(x).view(heads).transpose(1, 2) for c in (self.c_q, self.c_k, self.c_v))
+        q = self.rotate(rms_norm(q)) * self.q_gain.to(q.dtype)[:, None, None]
+        k = self.rotate(rms_norm(k))
         groups = self.hp.num_heads // self.hp.num_kv_heads
-        q = self.rotate(rms_norm(self.heads(self.c_q(x), self.hp.num_heads)))
-        k = self.rotate(rms_norm(self.heads(self.c_k(x), self.hp.num_kv_heads)))
-        v = self.heads(self.c_v(x), self.hp.num_kv_heads)
-        q = q * self.q_gain.to(q.dtype)[:, None, None]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(x.shape))
@@ -67,7 +65,7 @@ class Block(nn.Module):
         self.mlp.proj = nn.Linear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
         self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
-        self.resid_mix = nn.Parameter(torch.ones(2, hp.model_dim))
+        self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
 
     def forward(self, x: Tensor, x0: Tensor) -> Tensor:
         mix = self.resid_mix.to(x.dtype)
@@ -113,15 +111,14 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.float().view(-1, logits.size(-1)), target_ids.reshape(-1))
 
 
-def newton_schulz(update: Tensor, hp: Hyperparameters) -> Tensor:
-    """One matrix (rows, columns), in its dtype."""
-    x = update.T if update.size(0) > update.size(1) else update
-    x = x / (x.norm() + 1e-7)
-    for _ in range(hp.muon_backend_steps):
-        A = x @ x.T
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """Wide matrices (..., rows, columns), in their dtype."""
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        A = x @ x.mT
         B = -4.7750 * A + (2.0315 * A) @ A
         x = 3.4445 * x + B @ x
-    return x.T if update.size(0) > update.size(1) else x
+    return x
 
 
 class PlainOptimizers:
@@ -149,8 +146,11 @@ class PlainOptimizers:
         for p, buffer in zip(self.matrices, self.momenta, strict=True):
             buffer.mul_(momentum).add_(p.grad)
             update = p.grad + momentum * buffer
-            update = newton_schulz(update.bfloat16() if self.bf16 else update, self.hp)
-            update = update * math.sqrt(max(1, p.size(0) / p.size(1)))
+            update = update.bfloat16() if self.bf16 else update
+            rows, columns = update.shape
+            wide = update.T if rows > columns else update
+            wide = newton_schulz(wide, self.hp.muon_backend_steps)
+            update = (wide.T if rows > columns else wide) * math.sqrt(max(1, rows / columns))
             p.sub_(self.hp.matrix_lr * update.float())
 
 
