@@ -938,7 +938,7 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
         problem = " ".join(str(error).split())[:300]
-        advice = "use the script, recipes and knobs of its training (see final_result.json)"
+        advice = "use the script, recipes and knobs of its training (final_result.json next to it)"
         raise InputError(f"{name} does not fit: {advice}: {problem}") from None
 
 

@@ -163,6 +163,8 @@ def test_the_environment_overrides_the_knobs_of_the_run(
     taken = {f"{knob}={quantized_knobs[knob]}" for knob in ("MODEL_DIM", "VOCAB_SIZE")}
     assert {*taken, "EVAL_STRIDE=16", f"DATA_PATH={score_knobs['DATA_PATH']}"} < {*knobs.split()}
     assert lines[-2].endswith(" stride:16")
+    side_by_side = score_file(tmp_path, score_knobs, trained[0] / name)
+    assert scores(lines[-1])[0] < scores(side_by_side[-1])[0] - 1e-3  # more context
 
 
 @pytest.mark.parametrize("name", [MODEL, CHECKPOINT])
@@ -180,6 +182,9 @@ def test_two_ranks_score_as_one(trained, tmp_path, score_knobs):
     assert [result.returncode for result in results] == [0, 0], results[1].stderr
     assert scores(finished(results[0])[-1]) == pytest.approx(scores(trained[1][-1]), abs=2e-6)
     assert results[1].stdout == ""
+    own = {1: {"EVAL_STRIDE": "16"}}
+    for result in run_ranks(tmp_path, score_knobs, 2, [score.__file__, trained[0] / MODEL], own):
+        failed(result, "ranks 0 and 1 differ in EVAL_STRIDE")
 
 
 def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, score_knobs):

@@ -81,3 +81,9 @@ def test_an_error_says_what_is_missing(tmp_path, trained):
     ):
         with pytest.raises(SystemExit, match=words):
             sample.main(list(map(str, arguments)))
+
+
+def test_a_bug_in_an_edited_script_keeps_its_traceback(tmp_path, tokenizer, capsys, monkeypatch):
+    monkeypatch.setitem(globals(), "EDITED", EDITED.replace("name): pass", "name): data.decode(8)"))
+    with pytest.raises(TypeError):
+        sample_edited(tmp_path, tokenizer.read_bytes(), "", capsys)
