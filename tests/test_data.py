@@ -41,7 +41,7 @@ def test_a_shard_loads_as_its_tokens(tmp_path):
 def test_a_wrong_header_or_size_names_the_file(tmp_path, size, header):
     path = write_shard(tmp_path / "bad.bin", [1, 2, 3], **header)
     os.truncate(path, size)
-    with pytest.raises(InputError, match=rf"^{path}: .*{size} bytes.*: get the file again"):
+    with pytest.raises(InputError, match=rf"^{path}: .*{size} bytes.*: get it again"):
         load_data_shard(path)
 
 
