@@ -730,7 +730,7 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
         # Waiting threads spin. If another program takes a core, one thread less is faster.
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if distributed:
-        # After a restart, torchrun's store still has the old ranks' entries: the prefix hides them.
+        # On one node, torchrun's store outlives a restart: the prefix hides the old ranks' entries.
         store, _, _ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         # gloo syncs the clock on the CPU, so that the GPU queue never drains.
@@ -1195,11 +1195,13 @@ def load_checkpoint(state: TrainingState) -> None:
             raise InputError(f"{path} is not a checkpoint: set RESUME to a file in checkpoints/")
     path, saved = runtime.broadcast((path, saved))
     if saved is None:
+        if hp.resume == "auto":
+            runtime.log(f"resume:{hp.checkpoint_path()} does not exist, a new run begins")
         return
     state.load_state_dict(saved, str(path))
     old = {**saved["knobs"], "resume": hp.resume}
-    if hp.resume == "auto" and old["seed"] != hp.seed:
-        raise InputError(f"{path} is of SEED={old['seed']}: set it, or another RUN_ID")
+    if path.resolve() == hp.checkpoint_path().resolve() and old["seed"] != hp.seed:
+        raise InputError(f"{path} is of SEED={old['seed']}: set this SEED, or another RUN_ID")
     changes = [f"{k.upper()}:{old.get(k)}->{v}" for k, v in asdict(hp).items() if old.get(k) != v]
     runtime.log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
 
@@ -1236,8 +1238,7 @@ def warm_up(state: TrainingState) -> None:
     wanted = state.hp.warmup_steps
     start = state.state_dict()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
-    # DDP regroups its buckets after the first step, which changes the order of sums; a resumed run
-    # must take that step, too.
+    # DDP regroups its buckets after its first step, so a resumed run must take that step, too.
     num_steps = max(wanted, int(dist.is_initialized()))
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
@@ -1247,7 +1248,7 @@ def warm_up(state: TrainingState) -> None:
                 raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
-    state.gpt.load_state_dict(final_weights(state))  # an error in it shows before the training
+    state.gpt.load_state_dict(final_weights(state))  # its errors show before the training
     state.load_state_dict(start)
 
 
@@ -1307,15 +1308,14 @@ def train(state: TrainingState, validation: Validation) -> int:
 
 def stop(state: TrainingState, signum: int) -> int:
     """Save a checkpoint after a signal. Returns the exit code."""
-    advice = "not saved"
-    if save_checkpoint(state):
-        advice = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
+    command = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
+    advice = command if save_checkpoint(state) else "not saved"
     state.runtime.log(f"stopped: signal:{signum} step:{state.step}/{state.hp.iterations}: {advice}")
     return 128 + signum
 
 
 def final_weights(state: TrainingState) -> dict[str, Tensor]:
-    """The weights to save, export and score. An average of them, for example, belongs here."""
+    """The weights to save, export and score. An average, which is empty at first, belongs here."""
     return state.gpt.state_dict()
 
 
@@ -1338,12 +1338,12 @@ def finish(state: TrainingState) -> tuple[bytes, str]:
         paths = [Path(hp.output_dir, name) for name in MODEL_FILES]
         for path in paths:
             with contextlib.suppress(OSError):  # there is none
-                path.replace(f"{path}.old")  # an older run's file must not get this run's knobs
+                path.unlink()  # an older run's file must not get this run's knobs
         write_result(hp, {}, log)
         write_file(paths[0], serialize(copy_tensors(state.gpt.state_dict(), "cpu")), log)
         artifact, report = export(state.gpt, hp, state.runtime)
         write_file(paths[1], artifact, log)
-    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the run at once
+    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
     if state.signum:
         log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
         signal.raise_signal(state.signum)

@@ -178,7 +178,6 @@ def test_a_file_gets_its_name_when_its_bytes_are_on_the_disk(tmp_path, monkeypat
 def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, knobs, name):
     """In the end it fails."""
     (tmp_path / name).mkdir()
-    (tmp_path / f"{name}.old" / "full").mkdir(parents=True)  # so that it cannot be moved there
     result = run_here(tmp_path, {**knobs, "ITERATIONS": "1", "VAL_LOSS_EVERY": "0"})
     assert (result.returncode, result.stderr) == (1, "")
     lines = result.stdout.splitlines()
