@@ -61,7 +61,7 @@ CONTROL_TENSOR_NAME_PATTERNS = (
 )  # fmt: skip
 DEMO = dict(
     DATA_PATH="./data/datasets/demo_sp1024", TOKENIZER_PATH="./data/tokenizers/demo_1024_bpe.model",
-    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="300", ITERATIONS="200",
+    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="600", ITERATIONS="200",
     WARMUP_STEPS="3", WARMDOWN_FRAC="0.8", MUON_MOMENTUM_WARMUP_STEPS="100", TRAIN_LOG_EVERY="20",
     VAL_BATCH_SIZE="32768", NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", NUM_KV_HEADS="1",
 )  # fmt: skip
@@ -1319,12 +1319,14 @@ def final_weights(state: TrainingState) -> dict[str, Tensor]:
     return state.gpt.state_dict()
 
 
-def log_unknown_knobs(log: Log) -> None:
-    """Name the variables of the environment that are almost a knob."""
+def log_warnings(validation: Validation, log: Log) -> None:
+    """Name the variables of the environment that are almost a knob, and a wrong tokenizer."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
     for name in sorted(os.environ.keys() - {*knobs}):
         for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
             log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+    if not validation.is_tokenizer_right:
+        log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
 
 
 def finish(state: TrainingState) -> tuple[bytes, str]:
@@ -1384,7 +1386,7 @@ def score_artifact(state: TrainingState, validation: Validation, artifact: bytes
     paths = [Path(hp.output_dir, name) for name in (*MODEL_FILES, "final_result.json")]
     files = [str(path) for path in paths if path.is_file()]
     runtime.log(f"files: {shlex.join(files)}")
-    log_unknown_knobs(runtime.log)
+    log_warnings(validation, runtime.log)
     stride = f" stride:{hp.eval_stride}" if hp.eval_stride > 0 else ""
     times = f"eval_time:{eval_ms:.0f}ms{stride}"
     runtime.log(f"final_int8_zlib_roundtrip {validation.format(loss)} {times}")
@@ -1431,9 +1433,7 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
         f"cpu_threads:{torch.get_num_threads()}"
     )
-    log_unknown_knobs(runtime.log)
-    if not validation.is_tokenizer_right:
-        runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
+    log_warnings(validation, runtime.log)
 
 
 def run() -> int:

@@ -313,10 +313,13 @@ def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
                     axes.plot([*curves[-1]], [*curves[-1].values()], **style)
     low, high = losses_in_view(curves)
     title = "training (lines) and validation (points)"
+    if unit != "nats":  # tokenizers differ, and no log has the bytes of the training text
+        title = "validation (points), training (lines, with validation's bytes per token)"
     if any(loss > high for losses in curves for loss in losses.values()):
         title += "; the first steps are above"
     axes.set_title(title, fontsize="medium")
     axes.set(xlabel="step", ylabel=f"loss in {unit}", ylim=(low, high))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
 
 
