@@ -223,6 +223,7 @@ def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
     early.write_text("".join(line for line in LOG.splitlines(True)[3:] if "val_" not in line))
     curves = draw(baseline=sides[1:3], candidate=[*sides[4:], early])
     assert curves.get_ylabel() == "loss in bits per byte" and curves.figure.axes == [curves]
+    assert "training (lines, with validation's bytes per token)" in curves.get_title()
     assert [y[-1] for _, _, y in drawn(curves, True)] == pytest.approx([1.89145] * 2 + [1.625] * 2)
     trained = [y[-1] for _, _, y in drawn(curves, False)]
     assert trained == pytest.approx([2.8195] * 2 + [5.8 / 2.4] * 2 + [np.nan], nan_ok=True)
