@@ -173,6 +173,7 @@ def test_the_log_file_begins_with_source_versions_and_gpus(single):
     versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}\n"
     begin = f"{SCRIPT.read_text()}\n{rule}\n{versions}"
     assert head.startswith(begin) and "nvidia-smi" in head[len(begin) :].lower()
+    assert head.endswith(f"\n{rule}\n")
 
 
 def test_the_console_shows_the_log_and_a_warm_up_changes_no_bit(single, tmp_path, knobs):

@@ -68,7 +68,7 @@ def draw(rows: list[Row]) -> Figure:
     axes.set_yticks(range(len(rows)), [label(row) for row in rows])
     axes.set_ylim(len(rows) - 0.3, -1.7)
     axes.set_xscale("symlog", linthresh=0.01, linscale=0.7)  # most effects are small
-    ticks = (-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1)
+    ticks = (-0.3, -0.1, -0.03, 0, 0.03, 0.1)
     axes.set_xticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.axvline(0, color="black", linewidth=0.8, zorder=0)
