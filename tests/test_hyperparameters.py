@@ -99,6 +99,10 @@ def test_knobs_that_do_not_go_together(knobs, changes, words):
         Hyperparameters.from_env(environ)
 
 
+def test_the_smallest_validation_batch_is_a_sequence_in_each_slot(knobs):
+    assert Hyperparameters.from_env({**knobs, "VAL_BATCH_SIZE": "256"}).val_batch_size == 256
+
+
 def test_a_negative_value_disables_what_0_disables(tmp_path, knobs):
     for value in ("0", "-1"):
         off = {**dict.fromkeys(SWITCHES, value), "ITERATIONS": "2", "NUM_LAYERS": "1"}

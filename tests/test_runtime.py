@@ -30,6 +30,21 @@ def test_a_missing_gpu_is_an_error():
         open_device(Hyperparameters(device="cuda"), 99)
 
 
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_activations_are_bf16_if_the_gpu_has_it(monkeypatch, has_bf16):
+    """T4 and V100 have not. The emulation of bf16 is slow."""
+
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation or has_bf16
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    wanted = torch.bfloat16 if has_bf16 else torch.float32
+    assert open_runtime(Hyperparameters()).dtype == wanted
+    assert open_runtime(Hyperparameters(device="cpu")).dtype == torch.float32
+
+
 def another_script() -> None:
     """The script is the file that SCRIPT names, if it is set, and RECIPE adds a knob to it."""
     train_gpt.__file__ = os.environ.get("SCRIPT", train_gpt.__file__)
