@@ -6,7 +6,7 @@ import forecast
 import pack
 import pytest
 from runs import SCRIPT
-from scripts import RECORD, RECORD_1493, patch_script
+from scripts import RECORDS, patch_script
 
 
 @pytest.fixture
@@ -30,6 +30,8 @@ def test_a_forecast_adds_artifact_and_packed_code(tmp_path, sizes_of):
     script = tmp_path / "train_gpt.py"
     script.write_text(SCRIPT.read_text().replace("= 16_000_000", "= 1000"))
     sizes_of(script, "0.3", code=1)
+    with pytest.raises(SystemExit, match="2"):
+        forecast.main([str(tmp_path / "none.py")])
 
 
 @pytest.mark.baseline
@@ -41,8 +43,7 @@ def test_with_sd_clip_the_steps_follow_the_deviation(tmp_path, sizes_of):
 
 @pytest.mark.baseline
 @pytest.mark.recipes
-@pytest.mark.parametrize("preset", ["record", "record1493"])
+@pytest.mark.parametrize("preset", RECORDS)
 def test_a_record_fits(tmp_path, preset, monkeypatch):
     monkeypatch.setattr(os, "environ", {"PRESET": preset})
-    names = RECORD if preset == "record" else RECORD_1493
-    assert forecast.main([str(patch_script(tmp_path, names))]) == 0
+    assert forecast.main([str(patch_script(tmp_path, RECORDS[preset]))]) == 0

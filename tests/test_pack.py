@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from runs import ROOT, SCRIPT, finished, run_ranks
 
 PACK = ROOT / "tests" / "tools" / "pack.py"
@@ -52,3 +53,12 @@ def test_a_script_is_not_packed_over_itself(tmp_path):
     (tmp_path / "script.py").write_text("print(1)")
     assert run(tmp_path, PACK, "script.py", "./script.py").returncode == 2
     assert (tmp_path / "script.py").read_text() == "print(1)"
+
+
+@pytest.mark.parametrize("text, words", [(None, "'script.py' is not a file"), ("(", "SyntaxError")])
+def test_a_missing_or_broken_script_is_not_packed(tmp_path, text, words):
+    if text:
+        (tmp_path / "script.py").write_text(text)
+    result = run(tmp_path, PACK, "script.py", "packed.py")
+    assert result.returncode != 0 and words in result.stderr
+    assert not (tmp_path / "packed.py").exists()

@@ -37,6 +37,7 @@ def test_activations_are_bf16_if_the_gpu_has_it(monkeypatch, has_bf16):
     def is_bf16_supported(including_emulation: bool = True) -> bool:
         return including_emulation or has_bf16
 
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else the CPU's case would change the threads
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)

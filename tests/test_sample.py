@@ -36,9 +36,9 @@ def test_each_file_of_a_run_writes_text(trained, capsys):
     assert texts[0] != texts[1] == texts[2] and all(text.startswith("The") for text in texts)
 
 
-def sample_edited(folder, tokenizer: bytes, prompt: str, capsys) -> str:
-    """Return what sample.py writes with EDITED and this tokenizer: five tokens."""
-    (folder / "edited.py").write_text(EDITED)
+def sample_edited(folder, tokenizer: bytes, prompt: str, capsys, script: str = EDITED) -> str:
+    """Return what sample.py writes with this script and tokenizer: five tokens."""
+    (folder / "edited.py").write_text(script)
     (folder / "a.model").write_bytes(tokenizer)
     knobs = {"vocab_size": 384, "train_seq_len": 32, "tokenizer_path": str(folder / "a.model")}
     torch.save({"knobs": knobs}, folder / "model.pt")
@@ -83,7 +83,7 @@ def test_an_error_says_what_is_missing(tmp_path, trained):
             sample.main(list(map(str, arguments)))
 
 
-def test_a_bug_in_an_edited_script_keeps_its_traceback(tmp_path, tokenizer, capsys, monkeypatch):
-    monkeypatch.setitem(globals(), "EDITED", EDITED.replace("name): pass", "name): data.decode(8)"))
+def test_a_bug_in_an_edited_script_keeps_its_traceback(tmp_path, tokenizer, capsys):
+    script = EDITED.replace("name): pass", "name): data.decode(8)")
     with pytest.raises(TypeError):
-        sample_edited(tmp_path, tokenizer.read_bytes(), "", capsys)
+        sample_edited(tmp_path, tokenizer.read_bytes(), "", capsys, script)

@@ -22,6 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     std_help = "standard deviation of the weights (0.3); almost without effect with sd_clip"
     parser.add_argument("--std", type=float, default=0.3, help=std_help)
     args = parser.parse_args(arguments)
+    if not args.script.is_file():
+        parser.error(f"{str(args.script)!r} is not a file")
     script = load_script(args.script)
     code = pack.pack(pack.minify(args.script.read_text(encoding="utf-8"))).encode()
     try:

@@ -51,7 +51,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.script.resolve() == args.packed.resolve():
         parser.error(f"{args.packed} would overwrite its own source: name another file")
+    if not args.script.is_file():
+        parser.error(f"{str(args.script)!r} is not a file")
     source = args.script.read_text(encoding="utf-8")
+    compile(source, args.script, "exec")  # a broken script is not packed
     args.packed.write_text(pack(minify(source) if args.minify else source))
     before, after = (path.stat().st_size for path in (args.script, args.packed))
     print(f"{args.script}: {before} bytes, {args.packed}: {after} bytes")

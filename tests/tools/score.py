@@ -19,7 +19,8 @@ from trained import SCRIPT, load_script, saved_knobs, unknown_knobs
 def score(script: ModuleType, path: Path) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
     knobs = saved_knobs(path)
-    hp = script.Hyperparameters.from_env({**knobs, **os.environ})
+    environ = {k: v for k, v in os.environ.items() if k not in ("RESUME", "EVAL_ONLY")}
+    hp = script.Hyperparameters.from_env({**knobs, **environ})
     runtime = script.open_runtime(hp)
     script.compare_ranks(hp, runtime)
     validation = script.Validation(hp)
