@@ -4,13 +4,14 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import failed, finished, run_here, run_ranks
+from runs import SCRIPT, failed, finished, free_port, run_here, run_ranks, start, without_gloo
 from texts import write_shard
 
 import train_gpt
@@ -192,6 +193,21 @@ def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset
     assert "world_size:2 grad_accum_steps:4" in lines and "replicas:identical" in lines
     files = {"logs", "final_model.pt", "final_model.int8.ptz", "final_result.json"}
     assert {path.name for path in tmp_path.iterdir()} == {"copy", *files}
+
+
+def test_torchrun_starts_two_nodes(tmp_path, knobs):
+    """Two agents; torchrun chooses which of them is the first node. It has the log."""
+    environ = {**knobs, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", SCRIPT]
+    agents = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        agents.append(start(tmp_path / name, environ, command))
+    outputs = [without_gloo(agent.communicate(timeout=240)[0]) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    (log,) = filter(None, outputs)
+    assert {"world_size:2 grad_accum_steps:4", "replicas:identical"} < {*log.splitlines()}
 
 
 def fault_of_rank_2() -> None:
