@@ -5,8 +5,9 @@ import os
 import forecast
 import pack
 import pytest
+from recipe import RECORDS
 from runs import SCRIPT
-from scripts import RECORDS, patch_script
+from scripts import patch_script
 
 
 @pytest.fixture

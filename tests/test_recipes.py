@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 import score
+from recipe import EXCLUSIVE, RECORDS
 from runs import ROOT, finished, run_here, run_ranks, same_models, scores, send_signals
-from scripts import NAMES, RECORDS, knobs_of, load, patch_script
+from scripts import NAMES, knobs_of, load, patch_script
 
 pytestmark = pytest.mark.baseline
 
 STACK = ["int6", "ema", "xsa", "leaky_relu", "muon_weight_decay"]
 BEST = "bigram_hash smear_gate value_residual xsa ema muoneq_r leaky_relu muon_weight_decay".split()
-# Pairs that change the same lines.
-EXCLUSIVE = [("value_residual", "depth_recurrence"), ("value_residual", "parallel_residuals")]
 # Recipes that change only the artifact, and those that change only the final score.
 EXPORT = ["gptq", "int6", "rans", "sd_clip"]
 TEST_TIME = ["lora_ttt", "score_first_ttt"]

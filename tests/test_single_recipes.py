@@ -6,8 +6,9 @@ import re
 
 import pytest
 import torch
+from recipe import RECORDS
 from runs import ALONE, Lines, finished, run_here, run_ranks
-from scripts import RECORDS, knobs_of, load, patch_script, random_model, randomize
+from scripts import knobs_of, load, patch_script, random_model, randomize
 from texts import train_tokenizer, write_shard
 from torch import Tensor, nn
 from torch._dynamo.utils import counters

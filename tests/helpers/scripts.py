@@ -1,23 +1,19 @@
 """The script with recipes, as a file or a module, and a model whose every weight matters."""
 
 import shutil
-import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import recipe
 import torch
-from runs import ROOT, SCRIPT
+from recipe import RECORDS
+from runs import SCRIPT
 from torch import nn
 from trained import load_script
 
-RECIPES = ROOT / "tests" / "recipes"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.patch"))
-RECORDS = {  # recipes of each preset, as `git apply` takes them
-    name: [Path(patch).stem for patch in (RECIPES / f"{name}.txt").read_text().split()]
-    for name in ("record", "record1493", "record1855")
-}
-RECORD, RECORD_1493, RECORD_1855 = RECORDS.values()
+NAMES = [*recipe.PATCHES]
+RECORD, RECORD_1493, RECORD_1855 = (RECORDS[f"record{pr}"] for pr in ("", "1493", "1855"))
 # Knobs with which a recipe acts within six steps.
 KNOBS = {
     "document_mask": {"WHOLE_DOCUMENTS": "1"},
@@ -47,13 +43,12 @@ def patch_script(folder: Path, names: list[str]) -> Path:
     """Copy the script and apply these recipes."""
     if shutil.which("git") is None:
         pytest.skip("needs git apply")
+    text = SCRIPT.read_text(encoding="utf-8")
+    for name in names:
+        text = recipe.apply(name, text)
     script = folder / "patched" / "train_gpt.py"
     script.parent.mkdir(parents=True)
-    shutil.copy(SCRIPT, script)
-    for i, name in enumerate(names):
-        command = ["git", "apply", str(RECIPES / f"{name}.patch")]
-        applied = subprocess.run(command, cwd=script.parent, stderr=subprocess.PIPE, text=True)
-        assert applied.returncode == 0, f"{name} after {names[:i]}: {applied.stderr}"
+    script.write_text(text, encoding="utf-8")
     return script
 
 

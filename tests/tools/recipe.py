@@ -16,8 +16,9 @@ from tempfile import TemporaryDirectory
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
 RECIPES = SCRIPT.parent / "tests" / "recipes"
-PATCHES = {path.stem: path for path in RECIPES.glob("*.patch")}
-RECORDS = {p.stem: re.findall(r"(\w+)\.patch", p.read_text()) for p in RECIPES.glob("*.txt")}
+PATCHES = {path.stem: path for path in sorted(RECIPES.glob("*.patch"))}
+LISTS = sorted(RECIPES.glob("*.txt"))
+RECORDS = {path.stem: re.findall(r"(\w+)\.patch", path.read_text()) for path in LISTS}
 EXCLUSIVE = [("value_residual", "depth_recurrence"), ("value_residual", "parallel_residuals")]
 FILES = ("a/train_gpt.py", "b/train_gpt.py", "c/train_gpt.py")
 
@@ -115,15 +116,18 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(map(describe, sorted(PATCHES | RECORDS))))
     elif args.refresh:
         show = ["git", "show", f"{args.refresh}:./train_gpt.py"]
-        old = subprocess.check_output(show, cwd=SCRIPT.parent, encoding="utf-8")
-        for name in sorted(PATCHES):
+        shown = subprocess.run(show, cwd=SCRIPT.parent, stdout=subprocess.PIPE, encoding="utf-8")
+        code = shown.returncode  # git says why
+        for name in [] if code else PATCHES:
             try:
-                refresh(name, old, SCRIPT.read_text(encoding="utf-8"))
+                refresh(name, shown.stdout, SCRIPT.read_text(encoding="utf-8"))
             except ValueError as error:
                 print(f"{error}; its patch stays as it is", file=sys.stderr)
                 code = 1
     elif record or (args.names and args.output):
         output = args.output or args.script.with_name(f"{record}.py")
+        if output.exists() and not args.output:
+            parser.error(f"{output} exists: delete it, or name another with -o")
         print(write_script(args.names, output, args.script))
     else:
         parser.error("name recipes and -o FILE, or a record")
@@ -133,5 +137,5 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, OSError, subprocess.CalledProcessError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"recipe.py: {error}")

@@ -1,0 +1,115 @@
+"""recipe.py: scripts with recipes, anywhere; why a recipe does not fit; patches after an edit."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import recipe
+from runs import ROOT, SCRIPT
+from scripts import NAMES
+
+pytestmark = [
+    pytest.mark.baseline,
+    pytest.mark.skipif(shutil.which("git") is None, reason="needs git"),
+]
+
+SMALL = "".join(f"line_{i} = {i}\n" for i in range(20))
+EDITS = {"early": ("line_5 = 5", "early = 5"), "late": ("line_15 = 15", "line_15 = 15\nlate = 1")}
+
+
+def run(folder: Path, *command: str) -> str:
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, cwd=folder, **options).stdout
+
+
+def commit(folder: Path) -> None:
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    run(folder, "git", "add", ".")
+    run(folder, "git", *author, "commit", "-m", "edit")
+
+
+@pytest.fixture
+def golf(tmp_path) -> Path:
+    """A subfolder of a repository, with recipe.py, a small script and two patches."""
+    folder = tmp_path / "golf"
+    (folder / "tests" / "tools").mkdir(parents=True)
+    (folder / "tests" / "recipes").mkdir()
+    shutil.copy(recipe.__file__, folder / "tests" / "tools")
+    run(tmp_path, "git", "init")
+    (folder / "train_gpt.py").write_text(SMALL)
+    commit(folder)
+    for name, (old, new) in EDITS.items():
+        (folder / "train_gpt.py").write_text(SMALL.replace(old, new))
+        diff = run(folder, "git", "diff", "--relative", "-U1", "train_gpt.py")
+        (folder / "tests" / "recipes" / f"{name}.patch").write_text(diff)
+    (folder / "train_gpt.py").write_text(SMALL)
+    (folder / "tests" / "recipes" / "record.txt").write_text("early.patch\nlate.patch\n")
+    return folder
+
+
+def call(folder: Path, *arguments: str) -> str:
+    return run(folder, sys.executable, "tests/tools/recipe.py", *arguments)
+
+
+def test_a_record_is_what_git_apply_makes_of_its_list(tmp_path):
+    shutil.copy(SCRIPT, tmp_path)
+    patches = (ROOT / "tests/recipes/record1855.txt").read_text().split()
+    run(tmp_path, "git", "apply", *(str(ROOT / patch) for patch in patches))
+    written = recipe.write_script(["record1855"], tmp_path / "record.py")
+    assert written.read_text() == (tmp_path / "train_gpt.py").read_text() != SCRIPT.read_text()
+
+
+def test_a_record_is_next_to_the_script(golf, monkeypatch):
+    """Also in a repository, and if the folder of temporary files is in it."""
+    monkeypatch.setenv("TMPDIR", str(golf))
+    assert call(golf, "record") == f"{golf}/record.py\n"
+    both = SMALL.replace(*EDITS["early"]).replace(*EDITS["late"])
+    assert (golf / "record.py").read_text() == both
+    assert "record.py exists: delete it, or name another with -o" in call(golf, "record")
+
+
+@pytest.mark.parametrize(
+    "names, edit, words",
+    [
+        ("int7", "", "'int7' is not a recipe: --list shows all"),
+        ("xsa value_residual depth_recurrence", "", "value_residual and depth_recurrence exclude"),
+        ("record min_lr min_lr", "", "min_lr is already in the script"),
+        ("leaky_relu", "F.silu(x)", "does not fit: 'x = F.silu(x)' is in place of 'x = F.relu(x)."),
+        ("leaky_relu", "x\n        y = x", "does not fit: 'x = x' is in place of 'x = F.relu(x)."),
+    ],
+)
+def test_a_recipe_that_cannot_be_applied_is_named(tmp_path, names, edit, words):
+    output = tmp_path / "output.py"
+    (tmp_path / "edited.py").write_text(SCRIPT.read_text().replace("F.relu(x).square()", edit))
+    with pytest.raises(ValueError, match="^[^\n]*$") as raised:
+        recipe.write_script(names.split(), output, tmp_path / "edited.py" if edit else SCRIPT)
+    assert words in str(raised.value) and not output.exists()
+
+
+def test_the_list_describes_each_recipe_and_record(capsys):
+    recipe.main(["--list"])
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == sorted({*NAMES, *recipe.RECORDS})
+
+
+def test_patches_follow_the_script(golf):
+    """After an edit, also a committed one. A patch that conflicts is named and stays."""
+    patches = {name: golf / "tests" / "recipes" / f"{name}.patch" for name in EDITS}
+    before = {name: path.read_text() for name, path in patches.items()}
+    edited = f"new = 1\n{SMALL}".replace("line_16 = 16", "changed = 16")
+    (golf / "train_gpt.py").write_text(edited)
+    out = call(golf, "--refresh")
+    assert "early: rewritten" in out and patches["late"].read_text() == before["late"]
+    assert "late does not fit: 'changed = 16' is in place of 'line_16 = 16'; its patch" in out
+    assert "@@ -6,3 +6,3 @@" in patches["early"].read_text()
+    call(golf, "early", "-o", "early.py")
+    assert (golf / "early.py").read_text() == edited.replace(*EDITS["early"])
+    commit(golf)
+    (golf / "train_gpt.py").write_text(SMALL)
+    assert call(golf, "--refresh") == "early: rewritten\n"
+    assert {name: path.read_text() for name, path in patches.items()} == before
+    (golf / "train_gpt.py").write_text(edited)
+    commit(golf)
+    assert "early: rewritten" in call(golf, "--refresh", "HEAD~1")
