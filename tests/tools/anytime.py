@@ -1,0 +1,70 @@
+"""A verdict about gains that may be looked at after every pair of runs. Shared by the tools.
+
+A gain is the baseline's loss minus the candidate's, in two runs with the same seed. A t-test at
+0.01, repeated after each of 2 to 30 pairs, calls 7 % of useless changes better. The evidence here
+is a test martingale: it ever reaches 100 for at most 1 % of them (Ville, 1939). It assumes that
+gains are about normal. Needs pip install scipy."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from statistics import fmean, stdev
+
+import numpy as np
+from scipy import optimize, special, stats
+
+ALPHA = 0.01  # probability that a limit of the interval is ever wrong
+EFFECTS = np.array([0.5, 1, 2, 4, 8, 16])  # true gains to look for, in standard deviations
+
+
+def evidence_of_t(t: float, n: int) -> float:
+    """How much more likely the t of n pairs is if one of EFFECTS is true (mean of all) than if the
+    true gain is 0: the noncentral over the central t density. It grows with t."""
+    # The ratio is exp(-shift²/2) times the mean of exp(tilt * w), where w has a chi distribution
+    # with n degrees of freedom. Sum it around its peak: scipy's nct.pdf fails for large t.
+    shift = EFFECTS[:, None] * math.sqrt(n)
+    tilt = shift * t / math.hypot(t, math.sqrt(n - 1))
+    peak = (tilt + np.sqrt(tilt**2 + 4 * (n - 1))) / 2
+    w, width = peak + np.linspace(-10, 10, 2001), 0.01
+    logs = stats.chi.logpdf(w, n) + tilt * w - shift**2 / 2 + math.log(width)
+    return math.exp(min(special.logsumexp(logs) - math.log(len(EFFECTS)), 700))
+
+
+@cache
+def quantile(n: int, alpha: float = ALPHA) -> float:
+    """The t of n pairs at which the evidence is 1 / alpha. Infinite for one pair or two."""
+    if n < 2 or evidence_of_t(1e9, n) < 1 / alpha:
+        return math.inf
+    return optimize.brentq(lambda t: evidence_of_t(t, n) - 1 / alpha, 0, 1e9)
+
+
+def evidence(gains: Sequence[float], by: float = 0.0) -> float:
+    """Evidence that the true gain is above `by`. 1 if all gains are equal, which says nothing."""
+    if len({*gains}) < 2:
+        return 1.0
+    return evidence_of_t((fmean(gains) - by) / stdev(gains) * math.sqrt(len(gains)), len(gains))
+
+
+def interval(gains: Sequence[float], alpha: float = ALPHA) -> tuple[float, float]:
+    """Limits of the true gain. Each is ever wrong with probability alpha, over all looks."""
+    if len({*gains}) < 2:
+        return -math.inf, math.inf
+    half = quantile(len(gains), alpha) * stdev(gains) / math.sqrt(len(gains))
+    return fmean(gains) - half, fmean(gains) + half
+
+
+def verdict(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> str:
+    """Is the true gain above `by`? "not yet": more pairs may tell."""
+    low, high = interval(gains, alpha)
+    if low > by:
+        return "better"
+    if high < by:
+        return "no matter" if low > -by else "worse" if high < 0 else "not better"
+    return "not yet"
+
+
+def claims_that_stand(evidences: Sequence[float], rate: float = 0.1) -> list[bool]:
+    """Which claims stand if about this share of them may be false (e-BH, Wang and Ramdas, 2022)."""
+    ranked = sorted(evidences, reverse=True)
+    enough = [e for k, e in enumerate(ranked, start=1) if e >= len(ranked) / (rate * k)]
+    return [bool(enough) and e >= enough[-1] for e in evidences]
