@@ -15,8 +15,9 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("git") is None, reason="needs git"),
 ]
 
-SMALL = "".join(f"line_{i} = {i}\n" for i in range(20))
-EDITS = {"early": ("line_5 = 5", "early = 5"), "late": ("line_15 = 15", "line_15 = 15\nlate = 1")}
+# A script in which "again" and "twice" come twice.
+SMALL = "".join(f"line_{i} = {i}\n" + "again\ntwice\n" * (i in (6, 9)) for i in range(15))
+EDITS = {"early": ("line_2", "early"), "late": ("9\nagain\n", "9\nagain\nlate\n")}
 
 
 def run(folder: Path, *command: str) -> str:
@@ -77,7 +78,6 @@ def test_a_record_is_next_to_the_script(golf, monkeypatch):
         ("xsa value_residual depth_recurrence", "", "value_residual and depth_recurrence exclude"),
         ("record min_lr min_lr", "", "min_lr is already in the script"),
         ("leaky_relu", "F.silu(x)", "does not fit: 'x = F.silu(x)' is in place of 'x = F.relu(x)."),
-        ("leaky_relu", "x\n        y = x", "does not fit: 'x = x' is in place of 'x = F.relu(x)."),
     ],
 )
 def test_a_recipe_that_cannot_be_applied_is_named(tmp_path, names, edit, words):
@@ -95,21 +95,29 @@ def test_the_list_describes_each_recipe_and_record(capsys):
 
 
 def test_patches_follow_the_script(golf):
-    """After an edit, also a committed one. A patch that conflicts is named and stays."""
-    patches = {name: golf / "tests" / "recipes" / f"{name}.patch" for name in EDITS}
-    before = {name: path.read_text() for name, path in patches.items()}
-    edited = f"new = 1\n{SMALL}".replace("line_16 = 16", "changed = 16")
+    """Five new lines put a twin of its context where the second patch would insert."""
+    patches = [golf / "tests" / "recipes" / f"{name}.patch" for name in EDITS]
+    before = [patch.read_text() for patch in patches]
+    edited = 5 * "new\n" + SMALL
     (golf / "train_gpt.py").write_text(edited)
-    out = call(golf, "--refresh")
-    assert "early: rewritten" in out and patches["late"].read_text() == before["late"]
-    assert "late does not fit: 'changed = 16' is in place of 'line_16 = 16'; its patch" in out
-    assert "@@ -6,3 +6,3 @@" in patches["early"].read_text()
-    call(golf, "early", "-o", "early.py")
-    assert (golf / "early.py").read_text() == edited.replace(*EDITS["early"])
+    assert call(golf, "--refresh") == "early: rewritten\nlate: rewritten\n"
+    assert call(golf, "--refresh") == ""
+    call(golf, "record")
+    expected = edited.replace(*EDITS["early"]).replace(*EDITS["late"])
+    assert (golf / "record.py").read_text() == expected
     commit(golf)
     (golf / "train_gpt.py").write_text(SMALL)
-    assert call(golf, "--refresh") == "early: rewritten\n"
-    assert {name: path.read_text() for name, path in patches.items()} == before
-    (golf / "train_gpt.py").write_text(edited)
     commit(golf)
-    assert "early: rewritten" in call(golf, "--refresh", "HEAD~1")
+    assert call(golf, "--refresh", "HEAD~1") == "early: rewritten\nlate: rewritten\n"
+    assert [patch.read_text() for patch in patches] == before
+
+
+def test_a_patch_in_conflict_is_named_and_stays(golf):
+    """Until it is edited by hand. A patch whose lines have not moved stays, too."""
+    late = golf / "tests" / "recipes" / "late.patch"
+    before = late.read_text()
+    (golf / "train_gpt.py").write_text(SMALL.replace("9\nagain", "9\nchanged"))
+    words = "late conflicts with the edit after 'line_9 = 9'; its patch stays as it is\n"
+    assert call(golf, "--refresh") == words and late.read_text() == before
+    late.write_text(before.replace("again", "changed"))
+    assert call(golf, "--refresh") == ""

@@ -80,17 +80,25 @@ def write_script(names: list[str], output: Path, source: Path = SCRIPT) -> Path:
     return output
 
 
+def fits_exactly(name: str, script: str) -> bool:
+    lines = script.splitlines()
+    return all(lines[i : i + len(needed)] == needed for i, needed in read_hunks(name))
+
+
 def refresh(name: str, old: str, new: str) -> None:
     """Rewrite a patch whose lines have moved since the old script, or raise ValueError."""
-    lines = new.splitlines()
-    if all(lines[i : i + len(needed)] == needed for i, needed in read_hunks(name)):
-        return
+    if fits_exactly(name, new) and not fits_exactly(name, old):
+        return  # it has been rewritten
     merges, merged = git("merge-file", *FILES, scripts=[new, old, apply(name, old)])
-    if not merges or merged == new:
-        merged = apply(name, new)  # says why it fails
+    if not merges:
+        line = re.search(r"(.*)\n?<<<<<<<", merged)[1].strip()
+        raise ValueError(f"{name} conflicts with the edit after {line!r}")
+    if merged == new:
+        raise ValueError(f"{name} is already in the script")
     diff = git("diff", "--no-index", "--no-prefix", "-U1", *FILES[:2], scripts=[new, merged])[1]
-    PATCHES[name].write_text(diff, encoding="utf-8")
-    print(f"{name}: rewritten")
+    if diff.splitlines()[2:] != PATCHES[name].read_text("utf-8").splitlines()[2:]:  # but the hash
+        PATCHES[name].write_text(diff, encoding="utf-8")
+        print(f"{name}: rewritten")
 
 
 def describe(name: str) -> str:
