@@ -64,7 +64,8 @@ def split(tokens: Tensor) -> list[Tensor]:
 
 def loss_of(patched: ModuleType, gpt: GPT, tokens: Tensor, runtime=ALONE, **changes) -> float:
     """The recipe's loss. changes: other knobs."""
-    return patched.lora_ttt(gpt, tokens, replace(gpt.hp, **changes), runtime)
+    losses = patched.lora_ttt(gpt, tokens, replace(gpt.hp, **changes), runtime)
+    return patched.mean_loss(losses, runtime)
 
 
 def plain_loss(
@@ -206,7 +207,7 @@ def test_a_phase_trains_only_on_scored_documents(patched, gpt, monkeypatch):
     tokens[71:80] = 13  # in the third document
     loss_of(patched, gpt, tokens, **phases, lora_phase_lr=0.1)
     sums = [result for name, _, result in calls if name == "score_documents"]
-    changed = [a != b for a, b in zip(sums[:5], sums[5:], strict=True)]
+    changed = [not torch.equal(a, b) for a, b in zip(sums[:5], sums[5:], strict=True)]
     assert changed == [False, False, True, True, True]
 
 
@@ -255,8 +256,8 @@ def test_score_first_ttt_is_a_plain_version(tmp_path, lora_knobs, stride, monkey
     knobs = {"TTT_CHUNK_TOKENS": str(chunk + 5), "TTT_LR": "0.05", "EVAL_STRIDE": str(stride)}
     gpt = random_model(module, {**lora_knobs, **knobs})
     tokens = random_tokens([50] * 9)[: 3 * chunk + 3 * T + 1]
-    found = module.final_loss(gpt, SimpleNamespace(hp=gpt.hp, tokens=tokens), ALONE)
-    alone = module.evaluate(gpt, tokens, stride, gpt.hp, ALONE)
+    found = module.final_losses(gpt, SimpleNamespace(hp=gpt.hp, tokens=tokens), ALONE).mean()
+    alone = module.evaluate(gpt, tokens, stride, gpt.hp, ALONE).mean()
     sgd, total = torch.optim.SGD(gpt.parameters(), momentum=0.9), 0.0
     tokens = tokens.long()
     for i, start in enumerate(range(0, len(tokens) - 1, chunk)):
@@ -268,7 +269,7 @@ def test_score_first_ttt_is_a_plain_version(tmp_path, lora_knobs, stride, monkey
         for _ in range(3 if i < 3 else 0):
             lr = 0.05 * (1 + math.cos(math.pi * i / 4)) / 2
             plain_step(gpt, part[:-1].view(-1, T), part[1:].view(-1, T), sgd, lr)
-    assert found == pytest.approx(total / (len(tokens) - 1), abs=1e-4)
+    assert found.item() == pytest.approx(total / (len(tokens) - 1), abs=1e-4)
     assert abs(found - alone) > 0.01
 
 
@@ -279,12 +280,12 @@ def test_a_knob_chooses_between_the_two_recipes(tmp_path, patched, gpt, lora_kno
     for rank, ttt_lr, name in [(1, 0.005, "lora_ttt"), (0, 0.005, "score_first_ttt"), (0, 0.0, "")]:
         runtime = replace(ALONE, log=Lines())
         hp = replace(model.hp, lora_rank=rank, ttt_lr=ttt_lr)
-        loss = both.final_loss(model, SimpleNamespace(hp=hp, tokens=tokens), runtime)
+        losses = both.final_losses(model, SimpleNamespace(hp=hp, tokens=tokens), runtime)
         assert runtime.log.text.partition(":")[0] == name
         if name == "lora_ttt":
-            assert loss == loss_of(patched, gpt, tokens, lora_rank=1)
+            assert losses.equal(patched.lora_ttt(gpt, tokens, replace(gpt.hp, lora_rank=1), ALONE))
         elif name == "":
-            assert loss == train_gpt.evaluate(gpt, tokens, T, hp, ALONE)
+            assert losses.equal(train_gpt.evaluate(gpt, tokens, T, hp, ALONE))
 
 
 @pytest.mark.recipes
@@ -296,11 +297,12 @@ def test_a_compiled_model_has_the_same_loss(patched, gpt, monkeypatch):
     tokens = random_tokens([22] * 6)
     patched.evaluate(model, tokens[: 8 * T + 1], T, gpt.hp, runtime)  # a graph without adapters
     before = counters["stats"]["unique_graphs"]
-    compiled = patched.lora_ttt(model, tokens, gpt.hp, runtime)
+    compiled = patched.lora_ttt(model, tokens, gpt.hp, runtime).mean().item()
     assert compiled == pytest.approx(loss_of(patched, gpt, tokens), abs=1e-5)
     assert counters["stats"]["unique_graphs"] == before + 3
     phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_documents": 2}
-    compiled = patched.lora_ttt(model, tokens, replace(gpt.hp, **phases), runtime)
+    hp = replace(gpt.hp, **phases)
+    compiled = patched.lora_ttt(model, tokens, hp, runtime).mean().item()
     assert compiled == pytest.approx(loss_of(patched, gpt, tokens, **phases), abs=1e-5)
     assert counters["stats"]["unique_graphs"] == before + 3 + 4
 

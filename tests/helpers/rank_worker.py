@@ -33,7 +33,8 @@ def validation_losses(state: train_gpt.TrainingState) -> list[float]:
     T = state.hp.train_seq_len
     tokens = train_gpt.Validation(state.hp).tokens
     cases = [(tokens, T), (tokens, 20), (tokens[: T + 1], T)]
-    return [train_gpt.evaluate(state.model, *case, state.hp, state.runtime) for case in cases]
+    losses = [train_gpt.evaluate(state.model, *case, state.hp, state.runtime) for case in cases]
+    return [train_gpt.mean_loss(part, state.runtime) for part in losses]
 
 
 def main() -> None:

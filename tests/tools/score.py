@@ -34,7 +34,8 @@ def score(script: ModuleType, path: Path) -> int:
     if runtime.rank == 0:
         runtime.log.open(hp, runtime.source)
     started = time.perf_counter()
-    loss = script.final_loss(script.wrap(gpt, runtime), validation, runtime)
+    losses = script.final_losses(script.wrap(gpt, runtime), validation, runtime)
+    loss = script.mean_loss(losses, runtime)
     eval_time = f"eval_time:{1000 * (time.perf_counter() - started):.0f}ms"
     stride = f" stride:{hp.eval_stride}" if hp.eval_stride > 0 else ""
     is_artifact = not data.startswith(b"PK")  # as files of torch.save do
