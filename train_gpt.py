@@ -33,7 +33,6 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -55,7 +54,7 @@ class InputError(ValueError):
 
 
 # ---- Hyperparameters -------------
-CONTROL_TENSOR_NAME_PATTERNS = (
+CONTROL_TENSOR_NAME_PATTERNS = (  # the plurals are the baseline's
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
     "skip_weight", "skip_weights",
 )  # fmt: skip
@@ -75,8 +74,7 @@ ABOVE_0 = (
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs: num_layers is the environment variable NUM_LAYERS, and so on. A negative value
-    disables whatever 0 disables."""
+    """All knobs: num_layers is the variable NUM_LAYERS. 0 or less switches a feature off."""
 
     # run; RUN_ID names the log and the checkpoint, by default after the time of the start
     preset: str = ""  # "" or "demo": other defaults
@@ -95,7 +93,7 @@ class Hyperparameters:
     val_loss_every: int = 1000  # steps, step 0 included; 0: only at the end
     max_val_tokens: int = 0  # for a shorter validation; 0: the whole split
     eval_stride: int = 0  # stride of the final score, in tokens; 0: TRAIN_SEQ_LEN
-    train_log_every: int = 200  # steps, after the first ten; 0 disables it
+    train_log_every: int = 200  # logs steps 1 to 10, then every 200th; 0: none
     # length of the run
     iterations: int = 20_000  # optimizer steps at most
     warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
@@ -146,7 +144,7 @@ class Hyperparameters:
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
         """Knobs of the environment, else of the preset, else the defaults."""
         texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
-        if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
+        if "CONTROL_TENSOR_NAME_PATTERNS" in texts:  # then the second list follows it
             patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
             texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
         types = get_type_hints(cls)
@@ -155,8 +153,6 @@ class Hyperparameters:
         hp.check()
         if hp.resume == "auto" and "RUN_ID" not in environ:
             raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
-        if environ.get("EVAL_ONLY"):
-            raise InputError("EVAL_ONLY is not a knob: use `python tests/tools/score.py MODEL`")
         return hp
 
     def check(self) -> None:
@@ -179,6 +175,8 @@ class Hyperparameters:
             ("val_batch_size", self.val_batch_size >= unit, f"at least {units}"),
             ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
             ("iterations", self.iterations >= 0, "0 or more"),
+            ("warmdown_frac", self.warmdown_frac <= 1, "at most 1"),
+            ("run_id", self.run_id[:1] not in ("", ".") and "/" not in self.run_id, "a file name"),
             ("seed", 0 <= self.seed < 2**32, "at least 0 and below 2**32"),
         ]
         for name, is_valid, rule in rules:
@@ -249,7 +247,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
     if q.device.type == "cuda" and q.dtype == torch.float32:
-        # No fused fp32 kernel supports grouped queries, and MATH needs twice the memory.
+        # No fused fp32 kernel supports grouped queries. MATH would, but keeps all scores in memory.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
@@ -330,7 +328,7 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.num_encoder_layers = hp.num_layers // 2
         self.tok_emb = nn.Embedding(hp.vocab_size, D)
-        # Empty if L = 1: DDP would wait forever for its gradient.
+        # With L = 1 it gets no gradient, for which DDP would wait: freeze it.
         skip_weights = torch.ones(self.num_encoder_layers, D)
         self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_encoder_layers > 0)
         self.blocks = nn.ModuleList(Block(hp, layer) for layer in range(hp.num_layers))
@@ -432,15 +430,15 @@ class Muon(torch.optim.Optimizer):
             updates = self.nesterov(params, group["momentum"])
             # Rank r fills in updates r, r + W, r + 2W, ... The others stay zero for the all-reduce.
             sizes = [p.numel() for p in params]
-            flat = updates[0].new_zeros(sum(sizes))
-            pieces = [u.view_as(p) for u, p in zip(flat.split(sizes), params, strict=True)]
-            share = slice(rank, None, world_size)
-            results = self.orthogonalize(updates[share], group["backend_steps"])
-            for piece, result in zip(pieces[share], results, strict=True):
-                piece.copy_(result)
+            exchange = updates[0].new_zeros(sum(sizes))
+            combined = [u.view_as(p) for u, p in zip(exchange.split(sizes), params, strict=True)]
+            own = slice(rank, None, world_size)
+            results = self.orthogonalize(updates[own], group["backend_steps"])
+            for update, result in zip(combined[own], results, strict=True):
+                update.copy_(result)
             if world_size > 1:
-                dist.all_reduce(flat)
-            torch._foreach_add_(params, pieces, alpha=-group["lr"])
+                dist.all_reduce(exchange)
+            torch._foreach_add_(params, combined, alpha=-group["lr"])
 
     def nesterov(self, params: list[nn.Parameter], momentum: float) -> list[Tensor]:
         """Update the momentum of params. Returns their updates, in `dtype`."""
@@ -488,19 +486,14 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     """Adam and Muon. set_schedule scales the full learning rate of each group, its "base_lr"."""
     hp = gpt.hp
     params = parameter_groups(gpt, hp)
+    if not params["matrix"]:
+        raise InputError("CONTROL_TENSOR_NAME_PATTERNS leaves no matrix to Muon: set fewer")
     embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
     rates = {"embed": embed_lr, "head": hp.head_lr, "scalar": hp.scalar_lr}
     adam_groups = [{"params": params[name], "lr": rates[name]} for name in rates if params[name]]
-    betas = (hp.beta1, hp.beta2)
-    adam = torch.optim.Adam(adam_groups, betas=betas, eps=hp.adam_eps, fused=True)
-    muon = Muon(
-        params["matrix"],
-        lr=hp.matrix_lr,
-        momentum=hp.muon_momentum,
-        backend_steps=hp.muon_backend_steps,
-        dtype=gpt.dtype,
-        compiled=compiled,
-    )
+    adam = torch.optim.Adam(adam_groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=True)
+    settings = {"momentum": hp.muon_momentum, "backend_steps": hp.muon_backend_steps}
+    muon = Muon(params["matrix"], hp.matrix_lr, **settings, dtype=gpt.dtype, compiled=compiled)
     for group in adam.param_groups + muon.param_groups:
         group["base_lr"] = group["lr"]
     return [adam, muon]
@@ -508,14 +501,10 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Restore a saved state_dict, except OPTIMIZER_KNOBS."""
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        saved_group |= {key: group[key] for key in OPTIMIZER_KNOBS if key in group}
-    optimizer.load_state_dict(saved)
-    # torch casts the state to its parameter's dtype. Restore the one that was saved.
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for i, values in saved["state"].items():
-        state = optimizer.state[params[i]]
-        state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
+    groups = []
+    for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        groups.append(old | {key: group[key] for key in OPTIMIZER_KNOBS if key in group})
+    optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
 # ---- Schedules -------------------
@@ -528,7 +517,6 @@ def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
 
 def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
     """Learning-rate multiplier at this step (from 0) and training time: 1, then linear to 0
-
     WARMDOWN_FRAC > 0      over that fraction of the run, in steps or time, whichever ends first
     no wallclock cap       over the last WARMDOWN_ITERS steps
     with a cap             over the time that WARMDOWN_ITERS steps take; ITERATIONS is ignored
@@ -638,7 +626,7 @@ class DistributedTokenLoader:
 class Log:
     """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
 
-    waiting: deque[str] = field(default_factory=lambda: deque(maxlen=1000))
+    waiting: list[str] = field(default_factory=list)
     file: TextIO | None = None
     is_terminal: bool = False
 
@@ -697,11 +685,18 @@ class Runtime:
             dist.all_gather_object(values, value)
         return values
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        box = [value]
+    def from_rank_0(self, job: Callable[[], Any]) -> Any:
+        """Call job on rank 0 alone. Returns its result, or raises its InputError, on every rank."""
+        box: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                box = [job()]
+            except InputError as error:
+                box = [error]
         if dist.is_initialized():
             dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], InputError):
+            raise box[0]
         return box[0]
 
 
@@ -731,7 +726,9 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if distributed:
         # On one node, torchrun's store outlives a restart: the prefix hides the old ranks' entries.
+        # NCCL's watchdog writes past it, and its request for a dump would end the new ranks, too.
         store, _, _ = next(dist.rendezvous("env://"))
+        store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         # gloo syncs the clock on the CPU, so that the GPU queue never drains.
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
@@ -799,9 +796,8 @@ class Stopwatch:
 
 
 # ---- Evaluation ------------------
-# Scores are in bits per byte (BPB): cross-entropy in bits over the length of the text in bytes.
-# Windows side by side give their first targets almost no context. Sliding windows begin EVAL_STRIDE
-# tokens apart and score only targets that no earlier window scores.
+# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
+# context, windows may begin EVAL_STRIDE tokens apart. The first that has a target scores it.
 def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
     size = tokenizer.vocab_size()
@@ -821,12 +817,13 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
 
 
 def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
-    """Check that most documents survive decoding and re-encoding."""
-    starts = np.flatnonzero(tokens == tokenizer.bos_id())
-    documents = [document.tolist() for document in np.split(tokens, starts)[1:-1]]
-    documents = [[i for i in ids if not tokenizer.IsControl(i)] for ids in documents]
-    same = [ids for ids in documents if tokenizer.encode(tokenizer.decode(ids)) == ids]
-    return 2 * len(same) >= len(documents)
+    """Check that most of the first 100 documents survive decoding and re-encoding."""
+    starts = np.flatnonzero(tokens == tokenizer.bos_id())[:100]
+    documents = [document[1:200].tolist() for document in np.split(tokens, starts)[1:]]
+    pairs = zip(documents, tokenizer.encode(tokenizer.decode(documents)), strict=True)
+    # A cut may change the tokens before it, so only first halves are compared.
+    same = [ids[: len(ids) // 2] == again[: len(ids) // 2] for ids, again in pairs]
+    return 2 * sum(same) >= len(same)
 
 
 class Validation:
@@ -852,7 +849,7 @@ class Validation:
         kept = min(max(hp.max_val_tokens // T, 1), whole) if hp.max_val_tokens > 0 else whole
         self.tokens = tokens[: kept * T + 1]  # uint16
         self.num_bytes = count_bytes(tokenizer, self.tokens.numpy())
-        self.is_tokenizer_right = retokenizes(tokenizer, tokens[:100_000].numpy())
+        self.is_tokenizer_right = retokenizes(tokenizer, tokens.numpy())
 
     def bits_per_byte(self, loss: float) -> float:
         """Convert a mean loss in nats per token."""
@@ -872,21 +869,21 @@ def evaluate(
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
     starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
-    firsts = torch.cat((starts[:1], starts[:-1] + T))  # first target that only this window scores
-    first = len(starts) * runtime.rank // runtime.world_size  # of this rank's windows
-    end = len(starts) * (runtime.rank + 1) // runtime.world_size
-    batch_size = max(min(hp.val_batch_size // hp.batch_slots // T, end - first), 1)
+    first_new = torch.cat((starts[:1], starts[:-1] + T))  # targets before it are already scored
+    my_first = len(starts) * runtime.rank // runtime.world_size
+    my_end = len(starts) * (runtime.rank + 1) // runtime.world_size
+    batch_size = max(min(hp.val_batch_size // hp.batch_slots // T, my_end - my_first), 1)
     losses = torch.zeros(num_targets + 1, device=runtime.device)  # the last place is a spare
     model.eval()
-    for i in range(first, end, batch_size):
-        runtime.log.status(f"validation: window {i - first} of {end - first}")
+    for i in range(my_first, my_end, batch_size):
+        runtime.log.status(f"validation: window {i - my_first} of {my_end - my_first}")
         # The last batch is padded with its last window: a new shape would recompile the model.
-        batch = torch.arange(i, i + batch_size).clamp(max=end - 1)
-        places = starts[batch, None] + torch.arange(T)  # (B, T)
-        inputs = upload(tokens[places], runtime.device).long()
-        targets = upload(tokens[places + 1], runtime.device).long()
-        places[places < firsts[batch, None]] = num_targets  # an earlier window scores these
-        losses[upload(places, runtime.device)] = model(inputs, targets, "none")
+        window_ids = torch.arange(i, i + batch_size).clamp(max=my_end - 1)
+        places = starts[window_ids, None] + torch.arange(T)  # (B, T)
+        windows = torch.stack((tokens[places], tokens[places + 1]))  # inputs and targets
+        places[places < first_new[window_ids, None]] = num_targets  # the spare
+        scored = model(*upload(windows, runtime.device).long(), "none")
+        losses[upload(places, runtime.device)] = scored
     model.train()
     return losses[:-1]
 
@@ -919,7 +916,7 @@ def copy_tensors(value: Any, device: torch.device | str) -> Any:
 
 def serialize(obj: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(obj, buffer)
+    torch.save(copy_tensors(obj, "cpu"), buffer)  # a view would bring all that it is a part of
     return buffer.getvalue()
 
 
@@ -966,7 +963,7 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
 
 # ---- Export ----------------------
 SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
-MODEL_FILES = ("final_model.pt", "final_model.int8.ptz")  # weights, artifact
+WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
 INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
 INT8_CLIP_QUANTILE = 0.9999984
 INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 13 levels a side
@@ -994,19 +991,19 @@ def quantize_tensor(name: str, weight: Tensor, hp: Hyperparameters) -> tuple[Ten
     if weight.ndim == 2:
         rows = clip_rows(weight.float())
         scale = row_scale(name, rows, levels, hp)
-        values = (rows / scale).round().clamp(-levels, levels)
-        return values.to(torch.int8), scale[:, 0].half()
-    row = clip_rows(weight.float().reshape(1, -1))
-    scale = row.abs().amax() / levels
-    scale = torch.where(scale == 0, 1.0, scale)
-    values = (row / scale).round().clamp(-levels, levels)
-    return values.to(torch.int8).view(weight.shape), scale
+        stored_scale = scale[:, 0].half()
+    else:
+        rows = clip_rows(weight.float().reshape(1, -1))
+        scale = rows.abs().amax() / levels
+        stored_scale = scale = torch.where(scale == 0, 1.0, scale)
+    values = (rows / scale).round().clamp(-levels, levels)
+    return values.to(torch.int8).view(weight.shape), stored_scale
 
 
 def quantize_state_dict_int8(
     state_dict: Mapping[str, Tensor], hp: Hyperparameters | None = None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns the artifact and statistics. hp: default knobs if None."""
+    """Returns the artifact and statistics. hp may be None for people who import this function."""
     hp = hp or Hyperparameters()
     keep_patterns = hp.int8_keep_float_fp32_name_patterns
     parts = ("quantized", "scales", "dtypes", "passthrough")
@@ -1058,14 +1055,14 @@ def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
     load_model(gpt, weights, name)
 
 
-def write_result(hp: Hyperparameters, facts: dict[str, Any], log: Log) -> None:
+def write_result(hp: Hyperparameters, facts: dict[str, Any], log: Log) -> bool:
     data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
-    write_file(Path(hp.output_dir, "final_result.json"), data, log)
+    return write_file(Path(hp.output_dir, RESULT), data, log)
 
 
 def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes, str]:
     """Quantize and compress the weights. Returns the artifact, and the log's lines about sizes."""
-    state_dict = copy_tensors(gpt.state_dict(), "cpu")
+    state_dict = gpt.state_dict()
     obj, stats = quantize_state_dict_int8(state_dict, hp)
     raw = serialize(obj)
     artifact = compress(raw)
@@ -1090,8 +1087,6 @@ def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
     """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
     model: nn.Module = gpt
     if runtime.compiled:
-        # Recipes that switch layers on and off need more graphs than the default limit.
-        torch._dynamo.config.recompile_limit = 256
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
     if dist.is_initialized():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -1115,18 +1110,16 @@ class TrainingState:
     train_loss: float = 0.0  # of the last logged step, the mean of all ranks
     val_loss: float = 0.0  # of the last validation
     signum: int = 0  # of the first signal that this rank got; 0: none
-
-    def sync(self) -> tuple[float, int]:
-        """Rank 0's training time in ms and the largest signum, on all ranks."""
-        values = self.runtime.gather((self.stopwatch.elapsed_ms(), self.signum))
-        return values[0][0], max(signum for _, signum in values)
+    files: dict[Path, bool] = field(default_factory=dict)  # of the result, and if it is written
 
     def state_dict(self) -> dict[str, Any]:
         """Copy to the CPU everything that a resumed run needs and that warm_up restores."""
         state = {
             "step": self.step,
             "train_ms": self.stopwatch.elapsed_ms(),
+            "knobs": asdict(self.hp),
             "stream": (self.loader.stream.shard, self.loader.stream.position),
+            "shards": [len(shard) for shard in self.loader.stream.shards],
             "model": self.gpt.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
@@ -1171,43 +1164,48 @@ def save_checkpoint(state: TrainingState) -> bool:
     if not all(weight.isfinite().all() for weight in saved["model"].values()):
         log(f"WARNING: {path} is not replaced: weights are not finite at step:{state.step}")
         return False
-    if not write_file(path, serialize({**saved, "knobs": asdict(state.hp)}), log):
+    if not write_file(path, serialize(saved), log):
         return False
     log(f"checkpoint:{path} step:{state.step}")
     return True
 
 
-def find_checkpoint(hp: Hyperparameters) -> Path | None:
-    """The checkpoint to resume from, or None. Raises InputError if another would be replaced."""
-    path = hp.checkpoint_path()
-    if hp.resume == "auto":
-        return path if path.is_file() else None
-    if path.is_file() and path.resolve() != Path(hp.resume).resolve():
-        raise InputError(f"{path} exists: set RESUME=auto to resume it, or another RUN_ID")
-    if hp.resume and not os.path.isfile(hp.resume):
-        raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
-    return Path(hp.resume) if hp.resume else None
+def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to resume from, if any. Older scripts saved neither knobs nor shards."""
+    own = hp.checkpoint_path()
+    path = own if hp.resume == "auto" else Path(hp.resume)
+    if own.is_file() and path.resolve() != own.resolve():
+        raise InputError(f"{own} exists: set RESUME=auto to resume it, or another RUN_ID")
+    if path.is_file():
+        return path, {"knobs": {}, "shards": None} | deserialize(path.read_bytes(), str(path))
+    if hp.resume in ("", "auto"):
+        return None, {}  # a new run
+    raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
 
 
 def load_checkpoint(state: TrainingState) -> None:
     """Resume from the checkpoint that RESUME names, if any. Rank 0 reads it for all."""
-    hp, runtime = state.hp, state.runtime
-    path = saved = None
-    if runtime.rank == 0 and (path := find_checkpoint(hp)):
-        saved = deserialize(path.read_bytes(), str(path))
-        if "optimizers" not in saved:
-            raise InputError(f"{path} is not a checkpoint: set RESUME to a file in checkpoints/")
-    path, saved = runtime.broadcast((path, saved))
-    if saved is None:
+    hp, log = state.hp, state.runtime.log
+    path, saved = state.runtime.from_rank_0(lambda: read_checkpoint(hp))
+    if path is None:
         if hp.resume == "auto":
-            runtime.log(f"resume:{hp.checkpoint_path()} does not exist, a new run begins")
+            log(f"resume:{hp.checkpoint_path()} does not exist, a new run begins")
         return
-    state.load_state_dict(saved, str(path))
-    old = {**saved["knobs"], "resume": hp.resume}
-    if path.resolve() == hp.checkpoint_path().resolve() and old["seed"] != hp.seed:
+    own = state.state_dict()
+    if missing := sorted(own.keys() - saved.keys()):
+        raise InputError(f"{path} is not a checkpoint of this script: no {', '.join(missing)}")
+    if dropped := sorted(saved.keys() - own.keys()):
+        log(f"WARNING: {', '.join(dropped)} of {path} is dropped: this script does not have it")
+    old, new = ({**part["knobs"], "train_shards": part["shards"]} for part in (saved, own))
+    if path.resolve() == hp.checkpoint_path().resolve() and old.get("seed", hp.seed) != hp.seed:
         raise InputError(f"{path} is of SEED={old['seed']}: set this SEED, or another RUN_ID")
-    changes = [f"{k.upper()}:{old.get(k)}->{v}" for k, v in asdict(hp).items() if old.get(k) != v]
-    runtime.log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
+    patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
+    if old.get(patterns, new[patterns]) != new[patterns]:
+        raise InputError(f"{path} has other {patterns.upper()}: set them, or use its recipes")
+    state.load_state_dict(saved, str(path))
+    changed = [k for k in {**new, **old} if old.get(k) != new.get(k) and k != "resume"]
+    changes = [f"{k.upper()}:{old.get(k)}->{new.get(k)}" for k in changed]
+    log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
 
 
 # ---- Training --------------------
@@ -1242,7 +1240,7 @@ def warm_up(state: TrainingState) -> None:
     wanted = state.hp.warmup_steps
     start = state.state_dict()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
-    # DDP regroups its buckets after its first step, so a resumed run must take that step, too.
+    # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
     num_steps = max(wanted, int(dist.is_initialized()))
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
@@ -1281,7 +1279,8 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
         runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
     elapsed_ms = stopwatch.elapsed_ms()
     minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
-    runtime.log.status(f"{minutes_left:.1f} min left, {name}")
+    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
+    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
 
 
 def train(state: TrainingState, validation: Validation) -> int:
@@ -1290,7 +1289,9 @@ def train(state: TrainingState, validation: Validation) -> int:
     cap_ms = 1000 * hp.max_wallclock_seconds
     set_signal_action(state.request_stop)
     while True:  # each way out is at the top, where all ranks agree
-        elapsed_ms, signum = state.sync()  # so that all ranks use the same learning rate
+        mine = state.stopwatch.elapsed_ms(), state.signum
+        clocks, signums = zip(*state.runtime.gather(mine), strict=True)
+        elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
         if state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
             state.stopwatch.pause()
             return 0  # a finished run is exported, whatever its loss
@@ -1320,18 +1321,20 @@ def stop(state: TrainingState, signum: int) -> int:
 
 
 def final_weights(state: TrainingState) -> dict[str, Tensor]:
-    """The weights to save, export and score. An average, which is empty at first, belongs here."""
+    """Weights to save, export and score. An average, still empty in warm_up, belongs here."""
     return state.gpt.state_dict()
 
 
-def log_warnings(validation: Validation, log: Log) -> None:
-    """Name the variables of the environment that are almost a knob, and a wrong tokenizer."""
+def log_warnings(validation: Validation, runtime: Runtime) -> None:
+    """Name the variables of the environment that are almost a knob, a wrong tokenizer, no GPU."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
     for name in sorted(os.environ.keys() - {*knobs}):
         for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
-            log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
     if not validation.is_tokenizer_right:
-        log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
+        runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
+    if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
+        runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
 
 
 def finish(state: TrainingState) -> tuple[bytes, str]:
@@ -1342,14 +1345,14 @@ def finish(state: TrainingState) -> tuple[bytes, str]:
     state.gpt.load_state_dict(final_weights(state))
     artifact, report = b"", ""
     if state.runtime.rank == 0:
-        paths = [Path(hp.output_dir, name) for name in MODEL_FILES]
-        for path in paths:
-            with contextlib.suppress(OSError):  # there is none
-                path.unlink()  # an older run's file must not get this run's knobs
+        paths = [Path(hp.output_dir, name) for name in (WEIGHTS, ARTIFACT, RESULT)]
+        for path in filter(Path.is_file, paths):  # an older run's: it must not get these knobs
+            with contextlib.suppress(OSError):
+                os.renames(path, path.with_name("previous") / path.name)
         write_result(hp, {}, log)
-        write_file(paths[0], serialize(copy_tensors(state.gpt.state_dict(), "cpu")), log)
+        state.files[paths[0]] = write_file(paths[0], serialize(state.gpt.state_dict()), log)
         artifact, report = export(state.gpt, hp, state.runtime)
-        write_file(paths[1], artifact, log)
+        state.files[paths[1]] = write_file(paths[1], artifact, log)
     set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
     if state.signum:
         log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
@@ -1357,14 +1360,22 @@ def finish(state: TrainingState) -> tuple[bytes, str]:
     return artifact, report
 
 
-def log_end(state: TrainingState, report: str) -> None:
-    """Log what ended the training, whether the ranks agree, memory and sizes."""
-    hp, runtime = state.hp, state.runtime
+def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
+    """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
+    log_warnings(validation, runtime)
+    stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
+    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}")
+    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
+
+
+def log_end(state: TrainingState, validation: Validation, artifact: bytes, report: str) -> int:
+    """Log the end of the training, then score the artifact. Returns the exit code."""
+    hp, runtime, pre_quant_loss = state.hp, state.runtime, state.val_loss
+    train_ms = state.stopwatch.elapsed_ms()
     if state.step < hp.iterations:
-        train_time = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms"
-        runtime.log(f"stopping_early: wallclock_cap {train_time} step:{state.step}/{hp.iterations}")
-    weights = serialize(copy_tensors(state.gpt.state_dict(), "cpu"))
-    if len(set(runtime.gather(zlib.crc32(weights)))) > 1:
+        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
+        runtime.log(f"stopping_early: wallclock_cap {end}")
+    if len(set(runtime.gather(zlib.crc32(serialize(state.gpt.state_dict()))))) > 1:
         runtime.log("WARNING: replicas: the ranks have different weights")
     elif runtime.world_size > 1:
         runtime.log("replicas:identical")
@@ -1373,36 +1384,26 @@ def log_end(state: TrainingState, report: str) -> None:
         reserved = torch.cuda.max_memory_reserved() >> 20
         runtime.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     runtime.log(report)
-
-
-def score_artifact(state: TrainingState, validation: Validation, artifact: bytes) -> int:
-    """Score rank 0's artifact on all ranks, log and write the result. Returns the exit code."""
-    hp, runtime, before = state.hp, state.runtime, state.val_loss
-    load_weights(state.gpt, runtime.broadcast(artifact), "the exported artifact")
+    data = runtime.from_rank_0(lambda: artifact)
+    load_weights(state.gpt, data, "the exported artifact")
     started = time.perf_counter()
     loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
-    facts = {"val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "eval_ms": eval_ms}
-    facts |= {"pre_quant_val_loss": before, "pre_quant_val_bpb": validation.bits_per_byte(before)}
-    facts |= {"bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source)}
-    facts |= {"steps": state.step, "train_ms": state.stopwatch.elapsed_ms()}
+    bpb, pre_quant_bpb = map(validation.bits_per_byte, (loss, pre_quant_loss))
+    facts = {"val_loss": loss, "val_bpb": bpb, "pre_quant_val_loss": pre_quant_loss}
+    facts |= {"pre_quant_val_bpb": pre_quant_bpb, "eval_ms": eval_ms}
+    facts |= {"steps": state.step, "train_ms": train_ms}
+    facts |= {"bytes_total": len(data) + len(runtime.source), "bytes_code": len(runtime.source)}
     if runtime.rank == 0:
-        write_result(hp, facts, runtime.log)
-    paths = [Path(hp.output_dir, name) for name in (*MODEL_FILES, "final_result.json")]
-    files = [str(path) for path in paths if path.is_file()]
-    runtime.log(f"files: {shlex.join(files)}")
-    log_warnings(validation, runtime.log)
-    stride = f" stride:{hp.eval_stride}" if hp.eval_stride > 0 else ""
-    times = f"eval_time:{eval_ms:.0f}ms{stride}"
-    runtime.log(f"final_int8_zlib_roundtrip {validation.format(loss)} {times}")
-    runtime.log(f"final_int8_zlib_roundtrip_exact {validation.format(loss, digits=8)}")
-    is_saved = runtime.rank > 0 or len(files) == len(paths)
-    return int(not is_saved or not math.isfinite(loss))
+        state.files[Path(hp.output_dir, RESULT)] = write_result(hp, facts, runtime.log)
+    runtime.log(f"files: {shlex.join(str(path) for path, ok in state.files.items() if ok)}")
+    log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
+    return int(not all(state.files.values()) or not math.isfinite(loss))
 
 
 # ---- main ------------------------
 def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Build the demo's data, unless they exist or the player has set other paths."""
+    """Build the demo's data, unless they exist or other paths are set."""
     if hp.preset != "demo" or not {hp.data_path, hp.tokenizer_path} <= {*DEMO.values()}:
         return
     script = Path(__file__).with_name("data") / "demo_corpus.py"
@@ -1438,7 +1439,7 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
         f"cpu_threads:{torch.get_num_threads()}"
     )
-    log_warnings(validation, runtime.log)
+    log_warnings(validation, runtime)
 
 
 def run() -> int:
@@ -1459,8 +1460,7 @@ def run() -> int:
         return stop(state, signum)
     artifact, report = finish(state)
     validate(state, validation)
-    log_end(state, report)
-    return score_artifact(state, validation, artifact)
+    return log_end(state, validation, artifact, report)
 
 
 def leave(job: Callable[[], int]) -> NoReturn:
@@ -1479,9 +1479,9 @@ def leave(job: Callable[[], int]) -> NoReturn:
         if isinstance(error, InputError):
             error.__traceback__ = None  # the message is enough
         sys.excepthook(type(error), error, error.__traceback__)
-    if "RANK" in os.environ:
+    if dist.is_initialized():
         with contextlib.suppress(AttributeError, OSError):
-            sys.stdout.flush()  # os._exit does not flush what a player printed
+            sys.stdout.flush()  # os._exit does not flush
         os._exit(code)  # the interpreter's own exit may hang or abort in gloo's threads
     sys.exit(code)
 

@@ -21,6 +21,7 @@ from runs import (
     send_signals,
     start,
 )
+from texts import read_shard, write_shard
 
 import train_gpt
 from train_gpt import Hyperparameters, train_step
@@ -106,6 +107,38 @@ def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(
     assert float(re.search(r"train_time:(\d+)ms", end)[1]) > saved["train_ms"] > 0
 
 
+def test_what_a_checkpoint_has_or_lacks_is_named(copied, long_knobs):
+    """State of a recipe that this script lacks is dropped. A script of long ago saved no knobs."""
+    path = copied / CHECKPOINT
+    saved = torch.load(path, weights_only=True)
+    environ = {**long_knobs, "RESUME": "auto", "ITERATIONS": "14"}
+    torch.save({**saved, "ema": {}, "knobs": {**saved["knobs"], "ema_decay": 0.9}}, path)
+    lines = finished(run_here(copied, environ))
+    assert f"WARNING: ema of {CHECKPOINT} is dropped: this script does not have it" in lines
+    assert resume_line(lines).endswith(" ITERATIONS:20->14 EMA_DECAY:0.9->None")
+    torch.save({key: saved[key] for key in saved.keys() - {"knobs", "shards"}}, path)
+    assert " NUM_LAYERS:None->3 " in resume_line(finished(run_here(copied, environ)))
+    torch.save({key: saved[key] for key in saved.keys() - {"stream"}}, path)
+    failed(run_here(copied, environ), f"{CHECKPOINT} is not a checkpoint", ": no stream")
+
+
+def test_other_train_shards_are_named(copied, long_knobs, dataset):
+    other = shutil.copytree(dataset, copied / "other")
+    tokens = read_shard(other / "fineweb_train_000001.bin")
+    write_shard(other / "fineweb_train_000001.bin", tokens[:-1])
+    environ = {**long_knobs, "RESUME": "auto", "ITERATIONS": "14", "DATA_PATH": str(other)}
+    line = resume_line(finished(run_here(copied, environ)))
+    assert re.search(rf" TRAIN_SHARDS:\[\d+, {len(tokens)}\]->\[\d+, {len(tokens) - 1}\]$", line)
+
+
+def test_a_checkpoint_in_bf16_can_go_on_in_fp32(tmp_path, long_knobs):
+    """To export it again on a CPU."""
+    environ = {**long_knobs, "ITERATIONS": "2", "CHECKPOINT_EVERY": "1"}
+    finished(run_here(tmp_path, {**environ, "DTYPE": "bf16"}))
+    lines = finished(run_here(tmp_path, {**environ, "RESUME": "auto", "ITERATIONS": "3"}))
+    assert "DTYPE:bf16->fp32" in resume_line(lines)
+
+
 def test_the_current_rates_apply_and_the_rest_of_a_group_is_restored(long_knobs):
     state = train_gpt.new_state(Hyperparameters.from_env(long_knobs), ALONE)
     train_step(state)
@@ -157,6 +190,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, long_knobs,
         ({"RESUME": "base.pt"}, f"{CHECKPOINT} exists: set RESUME=auto"),
         ({"RESUME": "auto", "NUM_LAYERS": "2"}, f"{CHECKPOINT} does not fit"),
         ({"RESUME": "auto", "SEED": "2"}, f"{CHECKPOINT} is of SEED=1337"),
+        ({"RESUME": "auto", "CONTROL_TENSOR_NAME_PATTERNS": "c_q"}, "has other CONTROL_"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
@@ -174,6 +208,11 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
 
 
 # ---- several ranks -------------------------------------------------------------------------------
+def test_the_error_of_rank_0_is_every_ranks(tmp_path, long_knobs):
+    for rank in run_ranks(tmp_path, {**long_knobs, "RESUME": "none.pt"}, 2):
+        assert failed(rank, "RESUME='none.pt' is not a file").count("\n") == 0
+
+
 def signal_one_rank() -> None:
     """Rank 1 gets SIGINT in step 3."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from runs import ALONE, Lines, run_here
+from runs import ALONE, Lines, finished, run_here
 
 import train_gpt
 from train_gpt import (
@@ -172,6 +172,27 @@ def test_a_file_gets_its_name_when_its_bytes_are_on_the_disk(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", fsync)
     assert train_gpt.write_file(path, b"new", Lines())
     assert flushed == [(False, b"new")] and path.read_bytes() == b"new"
+
+
+def test_the_result_of_an_older_run_moves_to_previous(tmp_path, knobs):
+    """With its knobs. Only one generation is kept."""
+    environ = {**knobs, "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0"}
+    for steps in range(3):
+        older = {name: tmp_path / name for name in (MODEL, ARTIFACT, RESULT) if steps > 0}
+        older = {name: path.read_bytes() for name, path in older.items()}
+        finished(run_here(tmp_path, {**environ, "ITERATIONS": str(steps)}))
+        kept = tmp_path / "previous"
+        assert {path.name: path.read_bytes() for path in kept.glob("*")} == older
+
+
+def test_a_file_of_another_run_is_not_listed_as_written(tmp_path, knobs):
+    for name in ("previous", MODEL):
+        (tmp_path / name).write_bytes(b"other")  # so that the older model cannot move
+    (tmp_path / f"{MODEL}.{os.getpid()}.part").mkdir()
+    environ = {**knobs, "ITERATIONS": "0", "WARMUP_STEPS": "0"}
+    result = run_here(tmp_path, environ)
+    assert result.returncode == 1 and (tmp_path / MODEL).read_bytes() == b"other"
+    assert f"files: {ARTIFACT} {RESULT}" in result.stdout.splitlines()
 
 
 @pytest.mark.parametrize("name", [MODEL, ARTIFACT, RESULT])

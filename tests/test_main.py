@@ -98,8 +98,22 @@ def test_a_terminal_has_a_status_line_and_the_log_file_has_not(tmp_path, knobs):
     assert "".join(part for part in parts if part.endswith("\n")) == log
     statuses = [part for part in parts if part and not part.endswith("\n")]
     assert max(map(len, statuses)) < 80
-    for pattern in ("warm-up: step 2 of 2", "window 32 of 46", r"\d\.\d min left, step:1/2"):
+    for pattern in (
+        "warm-up: step 2 of 2",
+        "window 32 of 46",
+        r"\d\.\d min left, [\d,]+ tokens/s, step:1/2",
+    ):
         assert [text for text in statuses if re.search(pattern, text)], (pattern, statuses)
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_warning(tmp_path, knobs, monkeypatch):
+    """Also next to the score."""
+    warning = "WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi"
+    environ = {**knobs, "ITERATIONS": "0", "WARMUP_STEPS": "0", "DEVICE": "auto"}
+    for version, count in ((None, 0), ("13.0", 2)):  # of CUDA in torch's build
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        assert finished(run_here(tmp_path, environ)).count(warning) == count
 
 
 # ---- the log and the files -----------------------------------------------------------------------
@@ -157,7 +171,7 @@ def test_the_steps_that_are_logged(tmp_path, knobs):
     assert steps == [*range(1, 11), 12]
 
 
-def test_the_status_has_the_minutes_that_are_left(knobs, monkeypatch):
+def test_the_status_has_minutes_left_and_tokens_per_second(knobs, monkeypatch):
     hp = Hyperparameters.from_env({**knobs, "ITERATIONS": "8", "TRAIN_LOG_EVERY": "0"})
     state = train_gpt.new_state(hp, replace(ALONE, log=Lines()))
     shown = []
@@ -165,7 +179,7 @@ def test_the_status_has_the_minutes_that_are_left(knobs, monkeypatch):
     state.step = 2
     state.stopwatch.reset(60_000.0)  # a quarter took a minute
     train_gpt.log_step(state, torch.zeros(()))
-    assert shown == ["3.0 min left, step:2/8"]
+    assert shown == ["3.0 min left, 17 tokens/s, step:2/8"]  # 2 * 512 in 60 s
 
 
 def test_the_log_file_begins_with_source_versions_and_gpus(single):

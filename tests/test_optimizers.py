@@ -1,5 +1,7 @@
 """Newton-Schulz, and the optimizer group of each parameter. Whole steps: test_training.py."""
 
+from dataclasses import replace
+
 import plain
 import pytest
 import torch
@@ -22,6 +24,12 @@ def test_bf16_rounds_where_the_reference_does():
 def test_a_rank_may_have_no_matrix():
     muon = Muon([nn.Parameter(torch.zeros(1, 1))], lr=0.0, momentum=0.0, backend_steps=5)
     assert muon.orthogonalize([], 5) == []
+
+
+def test_patterns_that_leave_no_matrix_to_muon_are_an_error():
+    hp = replace(HP, control_tensor_name_patterns=("blocks",))
+    with pytest.raises(InputError, match="^CONTROL_TENSOR_NAME_PATTERNS leaves no matrix to Muon"):
+        train_gpt.build_optimizers(GPT(hp))
 
 
 @pytest.mark.baseline

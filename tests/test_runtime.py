@@ -110,14 +110,6 @@ def test_threads_leave_a_core_to_other_programs(monkeypatch, omp, threads, wante
     assert chosen == wanted
 
 
-def test_the_log_of_other_ranks_stays_small():
-    """Nobody opens it."""
-    log = Log()
-    for i in range(5000):
-        log(f"line {i}")
-    assert len(log.waiting) <= 1000 and log.waiting[-1] == "line 4999"
-
-
 def test_a_log_file_on_a_full_disk_ends_no_run(capsys):
     log = Log(file=open("/dev/full", "w", buffering=1))
     log("a line")

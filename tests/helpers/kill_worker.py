@@ -1,5 +1,6 @@
 """The trainer under torchrun. Rank 1 kills itself in step 12. After the restart it is late, and
-rank 0 must not find its old address. In step 18 all ranks wait for a signal."""
+rank 0 must not find its old address, nor what NCCL's watchdog writes when a rank fails. In step 18
+all ranks wait for a signal."""
 
 import os
 import signal
@@ -8,6 +9,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch.distributed as dist
+
 import train_gpt
 
 
@@ -26,6 +29,16 @@ def main() -> None:
                 time.sleep(0.05)
         return train_step(state)
 
+    def open_runtime(hp, open_runtime=train_gpt.open_runtime):
+        runtime = open_runtime(hp)
+        store, _, _ = next(dist.rendezvous("env://"))
+        if first_start:
+            store.set("exception_dump", "1")
+        elif store.check(["exception_dump"]):
+            raise RuntimeError("NCCL would end this start, too")
+        return runtime
+
+    train_gpt.open_runtime = open_runtime
     train_gpt.train_step = train_step
     train_gpt.main()
 

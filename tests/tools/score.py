@@ -19,13 +19,13 @@ from trained import SCRIPT, load_script, saved_knobs, unknown_knobs
 def score(script: ModuleType, path: Path) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
     knobs = saved_knobs(path)
-    environ = {k: v for k, v in os.environ.items() if k not in ("RESUME", "EVAL_ONLY")}
+    environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
     hp = script.Hyperparameters.from_env({**knobs, **environ})
     runtime = script.open_runtime(hp)
     script.compare_ranks(hp, runtime)
     validation = script.Validation(hp)
     gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
-    data = runtime.broadcast(path.read_bytes() if runtime.rank == 0 else b"")
+    data = runtime.from_rank_0(path.read_bytes)
     script.load_weights(gpt, data, str(path))
     script.log_settings(gpt, validation, runtime)
     runtime.log(f"score:{path}")
@@ -36,12 +36,10 @@ def score(script: ModuleType, path: Path) -> int:
     started = time.perf_counter()
     losses = script.final_losses(script.wrap(gpt, runtime), validation, runtime)
     loss = script.mean_loss(losses, runtime)
-    eval_time = f"eval_time:{1000 * (time.perf_counter() - started):.0f}ms"
-    stride = f" stride:{hp.eval_stride}" if hp.eval_stride > 0 else ""
+    eval_ms = 1000 * (time.perf_counter() - started)
     is_artifact = not data.startswith(b"PK")  # as files of torch.save do
     name = "final_int8_zlib_roundtrip" if is_artifact else "score"
-    runtime.log(f"{name} {validation.format(loss)} {eval_time}{stride}")
-    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
+    script.log_score(name, loss, eval_ms, validation, runtime)
     return int(not math.isfinite(loss))
 
 
