@@ -3,9 +3,8 @@
     python data/demo_corpus.py [--caseops] [--dataset FOLDER] [--tokenizer FILE]
 
 About 2 MB of English: the help topics (pydoc_data.topics) and the docstrings of the standard
-library, long ones in pieces. Validation has whole modules and topics, and training has none of
-their text. The same Python version always gives the same bytes. Complete files are kept until this
-script changes.
+library, long ones in pieces. Validation has whole topics and modules; training has none of these.
+The same Python version always gives the same bytes. Complete files stay until this script changes.
 """
 
 import argparse
