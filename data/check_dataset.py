@@ -18,7 +18,14 @@ from typing import NamedTuple
 
 import caseops
 import numpy as np
-from files import HEADER_BYTES, MANIFEST, UNFINISHED_MANIFEST, count_tokens, read_json
+from files import (
+    HEADER_BYTES,
+    MANIFEST,
+    UNFINISHED_MANIFEST,
+    count_tokens,
+    read_json,
+    reading_manifest,
+)
 from sentencepiece import SentencePieceProcessor
 from tokenizer_tools import open_model
 
@@ -181,7 +188,8 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
     if not (manifest or place.exists()):
         print(f"{place} is missing: there is nothing to compare with")
         return problems
-    return problems or compare_with_manifest(place, folder.name, found)
+    with reading_manifest(place):
+        return problems or compare_with_manifest(place, folder.name, found)
 
 
 def main(arguments: list[str] | None = None) -> int:

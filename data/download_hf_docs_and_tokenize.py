@@ -38,12 +38,21 @@ PIPED_DOCS = "docs_piped"  # a copy of documents from a pipe
 MIXED_DOCS = "docs_mixed"  # a copy of documents from several files, or shuffled
 DEFAULT_NUM_VAL_DOCS = 50_000
 SHUFFLE_ADVICE = "If yours are sorted, or from several sources, add --shuffle 1 to mix them."
-# Plain text: a document ends at the first blank line after 2,000 bytes, or with the file.
-TEXT_DOCUMENT = re.compile(rb"(?s)\S.{1999,}?(?=\n\s*\n|\Z)|\S.*")
+# A document of plain text ends at the first blank line after 2,000 bytes (CR do not count).
+TEXT_DOCUMENT = re.compile(rb"(?s)\S(?:\r*[^\r]){1999}.*?(?=\n\s*\n|\Z)|\S.*")
+JSON_LINE = re.compile(rb'(\xef\xbb\xbf)?\s*{[^\n]*"text"\s*:')
 COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"BZh", b"PK\3\4")  # gzip ... zip
-BATCH_SIZE = int(os.environ.get("MATCHED_FINEWEB_SP_BATCH_SIZE", 512))  # documents
-NUM_THREADS = int(os.environ.get("MATCHED_FINEWEB_TOKENIZER_THREADS", os.cpu_count() or 1))
 
+
+def number_in(variable: str, default: int | None) -> int:
+    value = os.environ.get(variable, str(default or 1))
+    if not value.isdecimal() or int(value) == 0:
+        sys.exit(f"error: {variable}={value} must be a number above 0")
+    return int(value)
+
+
+BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512)  # documents
+NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", os.cpu_count())
 Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 
 
@@ -88,13 +97,13 @@ def mix_documents(paths: list[Path], seed: int | None, output: Path) -> Path:
 def read_documents(path: Path) -> Iterator[str]:
     """Yield the texts of JSON lines or the documents of plain text. Raises ValueError."""
     with open(path, "rb") as file:
-        start = file.read(1000)
+        start = file.read(2**16)
         file.seek(0)
         if start.startswith(COMPRESSED):
             raise ValueError(f"{path} is compressed: decompress it first")
         if start.startswith(b"%PDF") or b"\0" in start:
             raise ValueError(f"{path} is not UTF-8 text: extract its text, or convert it")
-        is_json = path.suffix in (".jsonl", ".json") or re.match(rb'(\xef\xbb\xbf)?\s*{\s*"', start)
+        is_json = path.suffix in (".jsonl", ".json") or JSON_LINE.match(start)
         unit, documents = "line", file
         if start and not is_json:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -248,20 +257,40 @@ def print_training_command(spec: Spec, tokenizer: dict[str, Any], output: Path) 
         print(f"{knobs} VOCAB_SIZE={size} python {script}")
 
 
+def read_older_entries(specs: list[Spec], output: Path) -> dict[str, list[dict]]:
+    """Return what earlier commands made, if it is there and stays. Raises ValueError."""
+    replaced = {name for spec in specs for name in (spec.name, spec.dataset)}
+    path = output / files.MANIFEST
+    path = path if path.exists() else output / files.UNFINISHED_MANIFEST
+    with files.reading_manifest(path):
+        older = files.read_json(path) if path.exists() else {}
+        return {
+            kind: [
+                entry
+                for entry in older.get(kind, [])
+                if (output / entry.get("model_path", entry.get("path"))).exists()
+                and entry["name"] not in replaced
+            ]
+            for kind in ("tokenizers", "datasets")
+        }
+
+
 def write_datasets(
     specs: list[Spec], docs: Path, num_docs: dict[str, int], cut: bool, size: int, output: Path
 ) -> dict[str, Any]:
     """Write tokenizers and datasets. Returns their entries in the manifest."""
+    entries = read_older_entries(specs, output)
     models = [tokenizer_tools.make_model(spec, read_texts(docs, spec), cut) for spec in specs]
     # Until the end there is no manifest, so that check_dataset.py refuses an unfinished rebuild.
-    files.write_json(output / files.UNFINISHED_MANIFEST, {})
+    files.write_json(output / files.UNFINISHED_MANIFEST, entries)
     (output / files.MANIFEST).unlink(missing_ok=True)
-    pairs = zip(specs, models, strict=True)
-    entries = [write_dataset(*pair, docs, num_docs, size, output) for pair in pairs]
-    tokenizers, datasets = zip(*entries, strict=True)
+    for spec, model in zip(specs, models, strict=True):
+        tokenizer, dataset = write_dataset(spec, model, docs, num_docs, size, output)
+        entries["tokenizers"].append(tokenizer)
+        entries["datasets"].append(dataset)
     used = [spec.fields for spec in specs]
     files.write_json(output / "tokenizer_config.export.json", {"tokenizers": used})
-    return {"tokenizer_specs": used, "tokenizers": tokenizers, "datasets": datasets}
+    return {"tokenizer_specs": used, **entries}
 
 
 def rebuild(args: argparse.Namespace) -> None:
@@ -294,7 +323,7 @@ def rebuild(args: argparse.Namespace) -> None:
     settings = {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
     files.write_json(output / files.MANIFEST, {**settings, **about, **entries})
     (output / files.UNFINISHED_MANIFEST).unlink()
-    for spec, tokenizer in zip(specs, entries["tokenizers"], strict=True):
+    for spec, tokenizer in zip(specs, entries["tokenizers"][-len(specs) :], strict=True):
         print_training_command(spec, tokenizer, output)
 
 

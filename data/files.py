@@ -4,9 +4,11 @@ A shard is 256 little-endian int32 header words (magic, version, token count, ze
 the tokens as little-endian uint16. This module must not need numpy, which the download lacks.
 """
 
+import contextlib
 import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,17 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): correct it") from None
+
+
+@contextlib.contextmanager
+def reading_manifest(path: Path) -> Iterator[None]:
+    """Turn errors about the manifest's form into a ValueError with its name."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} has another form than a manifest ({error!r}): delete it"
+        ) from None
 
 
 def write_file(path: Path, *parts: Any) -> None:

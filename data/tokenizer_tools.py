@@ -222,7 +222,8 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
         model = train_sentencepiece(sentences_of(texts, limit, cut, counts), **settings)
     except (RuntimeError, ValueError) as error:
         used = f"{counts['used_docs']} of {counts['docs']} documents"
-        raise ValueError(f"{spec.name}: SentencePiece cannot train on {used}: {error}") from None
+        advice = str(error).replace("with --character_coverage option", "in trainer_overrides")
+        raise ValueError(f"{spec.name}: SentencePiece cannot train on {used}: {advice}") from None
     used = f"{counts['used_docs']} of {counts['docs']} documents"
     percent = 100 * counts["used_bytes"] / counts["bytes"]
     pieces = open_model(model, spec.name).vocab_size()

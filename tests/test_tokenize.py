@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -209,14 +210,20 @@ def test_your_own_text(tmp_path, capsys):
 
 
 def test_documents_of_plain_text_and_json_lines(tmp_path):
-    """Text is cut at the first blank line after 2,000 bytes. JSON lines may have any name."""
-    a, b, c, d, e = ("\u00e9\n" + letter * 700 for letter in "abcde")
+    """Text is cut at the first blank line after 2,000 bytes, of which CR are none. JSON lines may
+    have any name."""
+    a, b, c, d, e = ("\u00e9\n" + f"{letter}\n" * 350 for letter in "abcde")
     text = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"])
-    (tmp_path / "my.txt").write_bytes(text.replace("\n", "\r\n").encode())
-    documents = list(rebuild.read_documents(tmp_path / "my.txt"))
-    assert documents == [f"{a}\n\n{b}\n\n{c}", f"{d}\n\n{e}"]
-    (tmp_path / "my.txt").write_text('\n{"text": "a \\ud800"}\n\n{"text": "b"}\n')
+    for ends in ("\n", "\r\n"):
+        (tmp_path / "my.txt").write_bytes(text.replace("\n", ends).encode())
+        documents = [
+            re.sub("\n+", "\n", text) for text in rebuild.read_documents(tmp_path / "my.txt")
+        ]
+        assert documents == [f"{a}{b}{c}".strip(), f"{d}{e}".strip()]
+    (tmp_path / "my.txt").write_text('\n{"id": 1, "text": "a \\ud800"}\n\n{"text": "b"}\n')
     assert list(rebuild.read_documents(tmp_path / "my.txt")) == ["a ?", "b"]
+    (tmp_path / "my.txt").write_text('{"so": he said}\n\nand so on')
+    assert list(rebuild.read_documents(tmp_path / "my.txt")) == ['{"so": he said}\n\nand so on']
 
 
 def rebuilt(folder, *args, docs=()) -> tuple[list[str], dict]:
@@ -308,11 +315,49 @@ def test_bad_documents_are_named(tmp_path):
     assert missing == f"error: {tmp_path}/b.txt does not exist: correct --docs"
 
 
+def test_a_bad_batch_size_is_found_before_shards_are_deleted(tmp_path):
+    write_documents(tmp_path / "docs.jsonl")
+    for name in ("MATCHED_FINEWEB_SP_BATCH_SIZE", "MATCHED_FINEWEB_TOKENIZER_THREADS"):
+        for value in ("0", "x"):
+            process = start(tmp_path, {name: value}, [sys.executable, rebuild.__file__])
+            assert process.wait(120) == 1
+            message = f"error: {name}={value} must be a number above 0\n"
+            assert (tmp_path / "stderr.txt").read_text() == message
+
+
+def test_earlier_datasets_stay_in_the_manifest_while_they_are_there(tmp_path, tokenizer, capsys):
+    """Also after a rebuild that did not finish. check_dataset.py accepts all."""
+    write_documents(tmp_path / "docs.jsonl")
+    other = {"name": "mine", "dataset_suffix": "mine", "model_prefix": "mine", "vocab_size": 384}
+    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
+    first = run(tmp_path, *reuse, specs=SPECS[:1])
+    assert "not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={__file__}", specs=[other])
+    blocked = tmp_path / "out/datasets/fineweb10B_byte260"
+    blocked.write_text("not a folder")
+    failure(tmp_path, *reuse, specs=[other, SPECS[2]])
+    capsys.readouterr()
+    second = run(tmp_path, *reuse, specs=[other])
+    assert capsys.readouterr().out.count("Train with") == 1
+    for kind, names in (("datasets", ["sp384", "mine"]), ("tokenizers", ["sp_bpe_384", "mine"])):
+        assert [entry["name"].removeprefix("fineweb10B_") for entry in second[kind]] == names
+        assert second[kind][0] == first[kind][0]
+    for entry in second["datasets"]:
+        folder = tmp_path / "out" / entry["path"]
+        assert check_dataset.main([str(folder), "--tokenizer", str(tokenizer)]) == 0
+    assert "nothing to compare" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "out" / first["datasets"][0]["path"])
+    assert len(run(tmp_path, *reuse, specs=[other])["datasets"]) == 1
+    (tmp_path / "out/manifest.json").write_text('{"datasets": [1]}')
+    assert "manifest.json has another form" in failure(tmp_path, *reuse)
+
+
 def test_errors_are_one_line(tmp_path, capsys):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
     spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
     message = failure(tmp_path, specs=[spec], docs=[docs])
     assert "sp_bpe_512" in message and "coverage" in message
+    message = failure(tmp_path, specs=[{"vocab_size": 262}], docs=[docs])
+    assert "262 vs" in message and "--character" not in message
     assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=[docs])
     assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
     for sidecar, words in (("[]", "a JSON object"), ('{"docs_val": null}', "get 50000")):
