@@ -84,11 +84,9 @@ def download_files(paths: list[str], root: Path) -> None:
         job.result()
 
 
-def list_files(
-    path: Path, variant: str, train_shards: int | None
-) -> tuple[list[str], dict[str, int]]:
-    """Return the tokenizer's files, and the shards with their tokens (0 or less: unknown), that a
-    manifest lists. Raises ValueError."""
+def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, int]:
+    """Return the files that a manifest lists: shards with the number of their tokens, if it is
+    known, and the tokenizer's with 0. Raises ValueError."""
     manifest = files.read_json(path)
     datasets = {entry["name"]: entry for entry in manifest["datasets"]}
     tokenizers = {entry["name"]: entry for entry in manifest["tokenizers"]}
@@ -103,14 +101,14 @@ def list_files(
     if not 0 <= train_shards <= num_train:
         raise ValueError(f"--train-shards {train_shards}: {path} has only {num_train}")
     tokenizer = tokenizers[datasets[name]["tokenizer_name"]]
-    tokenizer_files = [tokenizer.get(key) for key in ("model_path", "vocab_path", "path")]
-    shards = {}
+    names = (tokenizer.get(key) for key in ("model_path", "vocab_path", "path"))
+    paths = dict.fromkeys(filter(None, names), 0)
     for split, number in (("val", stats["files_val"]), ("train", train_shards)):
         size, left = manifest.get("shard_size", 0), stats.get(f"tokens_{split}", 0)
         for index in range(number):
             path = f"datasets/{name}/fineweb_{split}_{index:06d}.bin"
-            shards[path] = min(size, left - index * size)
-    return [file for file in tokenizer_files if file], shards
+            paths[path] = min(size, left - index * size)
+    return paths
 
 
 def download(
@@ -123,16 +121,16 @@ def download(
             raise ValueError(f"{manifest} is missing: run without --skip-manifest")
         download_file(files.MANIFEST, root)
     with files.reading_manifest(manifest):
-        tokenizer, shards = list_files(manifest, variant, train_shards)
-    paths = [*tokenizer, *shards, *([files.DOCS, files.SIDECAR] if with_docs else [])]
+        listed = list_files(manifest, variant, train_shards)
+    paths = [*listed, *([files.DOCS, files.SIDECAR] if with_docs else [])]
     missing = [path for path in paths if not is_whole(root / path)]
-    for path in sorted(shards.keys() - {*missing}):
-        size = files.count_tokens(root / path)
-        if 0 < shards[path] != size:
-            kept = f"{root / path} was there and is kept, but has {size} tokens, not {shards[path]}"
-            print(f"{kept} as in {manifest}: delete it to get the hub's", file=sys.stderr)
-    for path in sorted({*tokenizer} - {*missing}):
-        print(f"{root / path} was there and is kept: delete it to get the hub's", file=sys.stderr)
+    for path in sorted(listed.keys() - {*missing}):
+        is_shard = path.endswith(".bin")
+        size = files.count_tokens(root / path) if is_shard else 0
+        if not is_shard or 0 < listed[path] != size:
+            is_other = f", with {size} tokens, not {listed[path]}" if is_shard else ""
+            kept = f"{root / path} was there and is kept{is_other}"
+            print(f"{kept}: delete it to get the hub's", file=sys.stderr)
     if missing:
         download_files(missing, root)
     return f"{root}: {len(missing)} files downloaded, {len(paths) - len(missing)} were there"

@@ -105,21 +105,7 @@ def find_leaks(val_paths: Iterable[Path], train_paths: Iterable[Path], bos_id: i
             place = places.get(hash(tuple(last)))
             if place is not None:
                 in_a_row.update(range(place, place + RUN))
-    num_repeated = sum(document in repeated for document in val)
-    return Leaks(len(val), num_repeated, len(in_a_row))
-
-
-def check_leaks(folder: Path, bos_id: int) -> list[str]:
-    """Print how many validation documents are in the train shards. Returns a line if they leak."""
-    val, train = (sorted(folder.glob(f"fineweb_{split}_*.bin")) for split in ("val", "train"))
-    docs, repeated, in_a_row = find_leaks(val, train, bos_id)
-    print(f"val: {repeated} of {docs} documents ({repeated / docs:.2%}) are also in train shards")
-    message = (
-        f"{folder}: {in_a_row} of {docs} validation documents are in the train shards in the same "
-        "order: the splits were made with different --num-val-docs, and a score on them is worth "
-        f"nothing: {GET_AGAIN}, both splits at once"
-    )
-    return [message] if in_a_row else []
+    return Leaks(len(val), sum(document in repeated for document in val), len(in_a_row))
 
 
 def check_split(
@@ -181,10 +167,19 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
     sp = open_model(tokenizer.read_bytes(), str(tokenizer))
     problems: list[str] = []
     found = {"vocab_size": sp.vocab_size()}
+    paths = [sorted(folder.glob(f"fineweb_{split}_*.bin")) for split in ("val", "train")]
     for split in ("val", "train"):
         found |= check_split(folder, split, sp, problems)
     if found["tokens_val"] and found["tokens_train"] and not problems:
-        problems += check_leaks(folder, sp.bos_id())
+        docs, repeated, in_a_row = find_leaks(*paths, sp.bos_id())
+        share = f"{repeated} of {docs} documents ({repeated / docs:.2%})"
+        print(f"val: {share} are also in train shards")
+        if in_a_row:
+            problems.append(
+                f"{folder}: {in_a_row} of {docs} validation documents are in the train shards in "
+                "the same order: the splits were made with different --num-val-docs, and a score "
+                f"on them is worth nothing: {GET_AGAIN}, both splits at once"
+            )
     if not (manifest or place.exists()):
         print(f"{place} is missing: there is nothing to compare with")
         return problems

@@ -262,17 +262,14 @@ def read_older_entries(specs: list[Spec], output: Path) -> dict[str, list[dict]]
     replaced = {name for spec in specs for name in (spec.name, spec.dataset)}
     path = output / files.MANIFEST
     path = path if path.exists() else output / files.UNFINISHED_MANIFEST
+
+    def stays(entry: dict[str, Any]) -> bool:
+        place = output / entry.get("model_path", entry.get("path"))
+        return place.exists() and entry["name"] not in replaced
+
     with files.reading_manifest(path):
         older = files.read_json(path) if path.exists() else {}
-        return {
-            kind: [
-                entry
-                for entry in older.get(kind, [])
-                if (output / entry.get("model_path", entry.get("path"))).exists()
-                and entry["name"] not in replaced
-            ]
-            for kind in ("tokenizers", "datasets")
-        }
+        return {kind: [*filter(stays, older.get(kind, []))] for kind in ("tokenizers", "datasets")}
 
 
 def write_datasets(
