@@ -176,22 +176,6 @@ def test_a_model_of_more_pieces_than_a_token_can_name_is_refused():
         open_model(model, "big")
 
 
-def test_an_unfinished_rebuild_is_refused(tmp_path, tokenizer, capsys):
-    """check_dataset.py refuses the folder; the same command starts the rebuild over."""
-    write_documents(tmp_path / "docs.jsonl")
-    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
-    first = run(tmp_path, *reuse)
-    folder = tmp_path / "out" / "datasets" / "fineweb10B_sp384"
-    check = [str(folder), "--tokenizer", str(tokenizer)]
-    assert check_dataset.main(check) == 0
-    (folder.parent / "fineweb10B_byte260").write_text("not a folder: the second dataset fails")
-    capsys.readouterr()
-    assert "fineweb10B_byte260" in failure(tmp_path, *reuse, specs=[SPECS[0], SPECS[2]])
-    assert check_dataset.main(check) == 1
-    assert "manifest.part" in capsys.readouterr().err
-    assert run(tmp_path, *reuse) == first and check_dataset.main(check) == 0
-
-
 def test_your_own_text(tmp_path, capsys):
     """5 % of it validates, all of it trains the tokenizer, and the last line trains on it."""
     (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
@@ -315,32 +299,34 @@ def test_bad_documents_are_named(tmp_path):
     assert missing == f"error: {tmp_path}/b.txt does not exist: correct --docs"
 
 
-def test_a_bad_batch_size_is_found_before_shards_are_deleted(tmp_path):
-    write_documents(tmp_path / "docs.jsonl")
-    for name in ("MATCHED_FINEWEB_SP_BATCH_SIZE", "MATCHED_FINEWEB_TOKENIZER_THREADS"):
-        for value in ("0", "x"):
-            process = start(tmp_path, {name: value}, [sys.executable, rebuild.__file__])
-            assert process.wait(120) == 1
-            message = f"error: {name}={value} must be a number above 0\n"
-            assert (tmp_path / "stderr.txt").read_text() == message
+@pytest.mark.parametrize("value", ["0", "x"])
+def test_a_bad_batch_size_is_found_before_anything_else(tmp_path, value):
+    """With 0, all shards would be empty."""
+    environ = {"MATCHED_FINEWEB_SP_BATCH_SIZE": value}
+    process = start(tmp_path, environ, [sys.executable, rebuild.__file__])
+    assert process.wait(120) == 1
+    words = f"error: MATCHED_FINEWEB_SP_BATCH_SIZE={value} must be a number above 0\n"
+    assert (tmp_path / "stderr.txt").read_text() == words
 
 
-def test_earlier_datasets_stay_in_the_manifest_while_they_are_there(tmp_path, tokenizer, capsys):
-    """Also after a rebuild that did not finish. check_dataset.py compares all with it."""
+def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):
+    """The next one lists earlier datasets, too, while they are there. check_dataset.py compares."""
     write_documents(tmp_path / "docs.jsonl")
     other = {"name": "mine", "dataset_suffix": "mine", "model_prefix": "mine", "vocab_size": 384}
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]
     first = run(tmp_path, *reuse)
-    (tmp_path / "out/datasets/fineweb10B_byte260").write_text("not a folder")
-    failure(tmp_path, *reuse, specs=[other, SPECS[2]])
+    folders = [tmp_path / "out/datasets" / f"fineweb10B_{name}" for name in ("sp384", "mine")]
+    (tmp_path / "out/datasets/fineweb10B_byte260").write_text("not a folder: the second fails")
+    assert "fineweb10B_byte260" in failure(tmp_path, *reuse, specs=[other, SPECS[2]])
+    assert check_dataset.main([str(folders[0]), "--tokenizer", str(tokenizer)]) == 1
+    assert "manifest.part" in capsys.readouterr().err
     both = run(tmp_path, *reuse, specs=[other])
     for kind, name in (("datasets", "fineweb10B_mine"), ("tokenizers", "mine")):
         assert both[kind][:1] == first[kind] and [e["name"] for e in both[kind][1:]] == [name]
-    for entry in both["datasets"]:
-        folder = tmp_path / "out" / entry["path"]
+    for folder in folders:
         assert check_dataset.main([str(folder), "--tokenizer", str(tokenizer)]) == 0
     assert "nothing to compare" not in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "out" / first["datasets"][0]["path"])
+    shutil.rmtree(folders[0])
     assert run(tmp_path, *reuse, specs=[other])["datasets"] == both["datasets"][1:]
     (tmp_path / "out/manifest.json").write_text('{"datasets": [1]}')
     assert "manifest.json has another form" in failure(tmp_path, *reuse)
