@@ -64,9 +64,8 @@ def download_file(
             files.count_tokens(cached)
         link_or_copy(cached, root / path)
     except Exception as error:  # the classes depend on the client's version
-        not_on_hub = isinstance(error, EntryNotFoundError)
         no_network = isinstance(error, LocalEntryNotFoundError)
-        if path == files.SIDECAR and not_on_hub and not no_network:
+        if path == files.SIDECAR and isinstance(error, EntryNotFoundError) and not no_network:
             return
         reason = " ".join(str(error).split())
         raise RuntimeError(
@@ -75,21 +74,11 @@ def download_file(
         ) from error
 
 
-def download_files(paths: list[str], root: Path) -> None:
-    """Download several files at a time. Raises RuntimeError at the first failure."""
-    disable_progress_bars()  # one line for all files
-    pool = ThreadPoolExecutor(FILES_AT_ONCE)
-    jobs = [pool.submit(download_file, path, root) for path in paths]
-    for job in tqdm(as_completed(jobs), total=len(jobs), unit="file"):
-        job.result()
-
-
 def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, int]:
-    """Return the files that a manifest lists: shards with the number of their tokens, if it is
-    known, and the tokenizer's with 0. Raises ValueError."""
-    manifest = files.read_json(path)
-    datasets = {entry["name"]: entry for entry in manifest["datasets"]}
-    tokenizers = {entry["name"]: entry for entry in manifest["tokenizers"]}
+    """Return the files that a manifest lists, shards with their size in bytes, and the tokenizer's
+    with 0. Raises ValueError."""
+    manifest = files.read_manifest(path)
+    datasets = manifest["datasets"]
     name = files.DATASET_PREFIX + variant
     if name not in datasets:
         has = f"--variant {variant}: {path} has only {', '.join(datasets)}"
@@ -100,14 +89,14 @@ def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, 
         train_shards = min(DEFAULT_TRAIN_SHARDS, num_train)
     if not 0 <= train_shards <= num_train:
         raise ValueError(f"--train-shards {train_shards}: {path} has only {num_train}")
-    tokenizer = tokenizers[datasets[name]["tokenizer_name"]]
+    tokenizer = manifest["tokenizers"][datasets[name]["tokenizer_name"]]
     names = (tokenizer.get(key) for key in ("model_path", "vocab_path", "path"))
     paths = dict.fromkeys(filter(None, names), 0)
     for split, number in (("val", stats["files_val"]), ("train", train_shards)):
-        size, left = manifest.get("shard_size", 0), stats.get(f"tokens_{split}", 0)
+        most, left = manifest.get("shard_size", 0), stats.get(f"tokens_{split}", 0)
         for index in range(number):
-            path = f"datasets/{name}/fineweb_{split}_{index:06d}.bin"
-            paths[path] = min(size, left - index * size)
+            size = files.HEADER_BYTES + 2 * min(most, left - index * most)
+            paths[f"datasets/{name}/fineweb_{split}_{index:06d}.bin"] = size
     return paths
 
 
@@ -120,19 +109,19 @@ def download(
         if skip_manifest:
             raise ValueError(f"{manifest} is missing: run without --skip-manifest")
         download_file(files.MANIFEST, root)
-    with files.reading_manifest(manifest):
-        listed = list_files(manifest, variant, train_shards)
+    listed = list_files(manifest, variant, train_shards)
     paths = [*listed, *([files.DOCS, files.SIDECAR] if with_docs else [])]
     missing = [path for path in paths if not is_whole(root / path)]
     for path in sorted(listed.keys() - {*missing}):
-        is_shard = path.endswith(".bin")
-        size = files.count_tokens(root / path) if is_shard else 0
-        if not is_shard or 0 < listed[path] != size:
-            is_other = f", with {size} tokens, not {listed[path]}" if is_shard else ""
-            kept = f"{root / path} was there and is kept{is_other}"
+        size = (root / path).stat().st_size
+        if size != listed[path]:
+            kept = f"{root / path} ({size} bytes) was there and is kept"
             print(f"{kept}: delete it to get the hub's", file=sys.stderr)
-    if missing:
-        download_files(missing, root)
+    disable_progress_bars()  # one line for all files
+    pool = ThreadPoolExecutor(FILES_AT_ONCE)
+    jobs = [pool.submit(download_file, path, root) for path in missing]
+    for job in tqdm(as_completed(jobs), total=len(jobs), unit="file", disable=not jobs):
+        job.result()  # raises the first failure at once
     return f"{root}: {len(missing)} files downloaded, {len(paths) - len(missing)} were there"
 
 

@@ -15,7 +15,6 @@ import platform
 import re
 import sys
 import sysconfig
-import warnings
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -39,27 +38,17 @@ SKIPPED_FOLDERS = {
 }  # fmt: skip
 
 
-def module_docstrings(path: Path) -> list[str]:
-    """Return the docstrings in a source file, in the order of ast.walk."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about code that is not ours
-            tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return []  # a template, or code for another Python version
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-    return [text for text in texts if text]
-
-
 def collect_sources() -> dict[str, list[str]]:
-    """Return the texts of each topic and module."""
+    """Return the texts of each topic and module: docstrings, in the order of ast.walk."""
+    with_docstring = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     sources = {f"topic {name}": [text] for name, text in topics.items()}
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in library.rglob("*.py"):
         name = path.relative_to(library)
         if not SKIPPED_FOLDERS & set(name.parts):
-            sources[f"module {name.as_posix()}"] = module_docstrings(path)
+            nodes = ast.walk(ast.parse(path.read_bytes()))
+            texts = (ast.get_docstring(node) for node in nodes if isinstance(node, with_docstring))
+            sources[f"module {name.as_posix()}"] = [text for text in texts if text]
     return {name: texts for name, texts in sources.items() if texts}
 
 
@@ -100,8 +89,8 @@ def is_whole(dataset: Path, tokenizer: Path, with_caseops: bool) -> bool:
     """Return whether all files are there and match the manifest and the flag."""
     try:
         facts = read_json(dataset / MANIFEST)
-        same = "lzma_bpb" in facts and facts["sha256"] == sha256_sums(dataset, tokenizer)
-        return same and facts.get("caseops", False) == with_caseops
+        same = facts.get("sha256") == sha256_sums(dataset, tokenizer)
+        return same and facts.get("caseops") == with_caseops
     except (OSError, ValueError):
         return False
 
@@ -113,19 +102,16 @@ def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
     documents = val + train
     # SentencePiece skips long sentences, so it gets the lines of the documents.
     lines = (line for text in train for line in text.splitlines() if line)
+    val_text = "".join(map(caseops.normalize, val)).encode()  # as the tokenizer decodes it
     settings = {}
     if with_caseops:
         lines, settings = map(caseops.encode, lines), caseops.TRAINER_SETTINGS
         val, train = [[caseops.encode(text) for text in split] for split in (val, train)]
     model = train_sentencepiece(lines, vocab_size=VOCAB_SIZE, **settings)
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-    val_tokens = encode_texts(sp, 1, val)
     write_file(tokenizer, model)
-    write_shard(dataset / VAL, val_tokens)
+    write_shard(dataset / VAL, encode_texts(sp, 1, val))
     write_shard(dataset / TRAIN, encode_texts(sp, 1, train))
-    val_text = sp.decode(val_tokens.tolist()).encode()
-    if with_caseops:
-        val_text = "".join(map(caseops.decode, val)).encode()
     facts = {
         "python": platform.python_version(),
         "documents": len(documents),
@@ -133,7 +119,7 @@ def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
         "validation_bytes": len(val_text),
         "lzma_bpb": 8 * strongest_lzma(val_text) / len(val_text),
         "sha256": sha256_sums(dataset, tokenizer),
-        **({"caseops": True} if with_caseops else {}),
+        "caseops": with_caseops,
     }
     write_json(dataset / MANIFEST, facts)
 

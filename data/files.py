@@ -4,11 +4,9 @@ A shard is 256 little-endian int32 header words (magic, version, token count, ze
 the tokens as little-endian uint16. This module must not need numpy, which the download lacks.
 """
 
-import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +52,15 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON ({error}): correct it") from None
 
 
-@contextlib.contextmanager
-def reading_manifest(path: Path) -> Iterator[None]:
-    """Turn errors about the manifest's form into a ValueError with its name."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read a manifest, with tokenizers and datasets by their names. Raises ValueError."""
+    manifest = read_json(path)
     try:
-        yield
+        for kind in ("tokenizers", "datasets"):
+            manifest[kind] = {entry["name"]: entry for entry in manifest.get(kind, [])}
+        return manifest
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} has another form than a manifest ({error!r}): delete it"
-        ) from None
+        raise ValueError(f"{path} is not a manifest ({error!r}): delete it") from None
 
 
 def write_file(path: Path, *parts: Any) -> None:

@@ -89,7 +89,7 @@ def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer, tmp_pat
     assert f"{other} says vocab_size:1, but 384 was found" in line
     other.write_text("[]")
     (line,) = check(capsys, folder, tokenizer, f"--manifest={other}")[1]
-    assert f"{other} has another form than a manifest" in line
+    assert f"{other} is not a manifest" in line
 
 
 def write_splits(folder, sp, val: list[str], train: list[str]) -> None:

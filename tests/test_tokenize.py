@@ -329,7 +329,7 @@ def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer,
     shutil.rmtree(folders[0])
     assert run(tmp_path, *reuse, specs=[other])["datasets"] == both["datasets"][1:]
     (tmp_path / "out/manifest.json").write_text('{"datasets": [1]}')
-    assert "manifest.json has another form" in failure(tmp_path, *reuse)
+    assert "manifest.json is not a manifest" in failure(tmp_path, *reuse)
 
 
 def test_errors_are_one_line(tmp_path, capsys):
@@ -341,9 +341,8 @@ def test_errors_are_one_line(tmp_path, capsys):
     assert "262 vs" in message and "--character" not in message
     assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=[docs])
     assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
-    for sidecar, words in (("[]", "a JSON object"), ('{"docs_val": null}', "get 50000")):
-        (tmp_path / SIDECAR).write_text(sidecar)
-        assert words in failure(tmp_path, docs=[docs])
+    (tmp_path / SIDECAR).write_text('{"docs_val": null}')
+    assert "get 50000" in failure(tmp_path, docs=[docs])
     with pytest.raises(SystemExit, match="--shuffle needs --docs"):
         rebuild.main(["--output-root", str(tmp_path), "--shuffle", "1"])
     with pytest.raises(SystemExit, match="--vocab-size 65537: .* must be 1 to 65536"):
