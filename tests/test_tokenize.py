@@ -299,13 +299,13 @@ def test_bad_documents_are_named(tmp_path):
     assert missing == f"error: {tmp_path}/b.txt does not exist: correct --docs"
 
 
-@pytest.mark.parametrize("value", ["0", "x"])
-def test_a_bad_batch_size_is_found_before_anything_else(tmp_path, value):
-    """With 0, all shards would be empty."""
-    environ = {"MATCHED_FINEWEB_SP_BATCH_SIZE": value}
-    process = start(tmp_path, environ, [sys.executable, rebuild.__file__])
+@pytest.mark.parametrize("variable", ["SP_BATCH_SIZE=0", "TOKENIZER_THREADS=x"])
+def test_a_bad_variable_is_found_before_anything_else(tmp_path, variable):
+    """With batches of 0 documents, all shards would be empty."""
+    name, value = f"MATCHED_FINEWEB_{variable}".split("=")
+    process = start(tmp_path, {name: value}, [sys.executable, rebuild.__file__])
     assert process.wait(120) == 1
-    words = f"error: MATCHED_FINEWEB_SP_BATCH_SIZE={value} must be a number above 0\n"
+    words = f"error: {name}={value} must be a number above 0\n"
     assert (tmp_path / "stderr.txt").read_text() == words
 
 
