@@ -102,7 +102,7 @@ def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
     documents = val + train
     # SentencePiece skips long sentences, so it gets the lines of the documents.
     lines = (line for text in train for line in text.splitlines() if line)
-    val_text = "".join(map(caseops.normalize, val)).encode()  # what scores count
+    val_text = "".join(map(caseops.normalize, val)).encode()  # the bytes that count
     settings = {}
     if with_caseops:
         lines, settings = map(caseops.encode, lines), caseops.TRAINER_SETTINGS
