@@ -109,14 +109,16 @@ def download(
         if skip_manifest:
             raise ValueError(f"{manifest} is missing: run without --skip-manifest")
         download_file(files.MANIFEST, root)
-    listed = list_files(manifest, variant, train_shards)
+    try:
+        listed = list_files(manifest, variant, train_shards)
+    except KeyError as error:
+        raise ValueError(f"{manifest} is not a manifest (it has no {error}): delete it") from None
     paths = [*listed, *([files.DOCS, files.SIDECAR] if with_docs else [])]
     missing = [path for path in paths if not is_whole(root / path)]
     for path in sorted(listed.keys() - {*missing}):
-        size = (root / path).stat().st_size
-        if size != listed[path]:
-            kept = f"{root / path} ({size} bytes) was there and is kept"
-            print(f"{kept}: delete it to get the hub's", file=sys.stderr)
+        place = root / path
+        if place.stat().st_size != listed[path]:
+            print(f"{place} was there and is kept: delete it to get the hub's", file=sys.stderr)
     disable_progress_bars()  # one line for all files
     pool = ThreadPoolExecutor(FILES_AT_ONCE)
     jobs = [pool.submit(download_file, path, root) for path in missing]

@@ -86,16 +86,14 @@ def find_leaks(val_paths: Iterable[Path], train_paths: Iterable[Path], bos_id: i
     val = [*hash_documents(val_paths, bos_id)]
     known, repeated, in_a_row = {*val}, set(), set()
     # Without those that repeat a document: short ones may follow each other by chance.
-    rows = zip(*(val[place:] for place in range(RUN)), strict=False)
-    places = {row: place for place, row in enumerate(rows) if len({*row}) == RUN}
+    rows = zip(*(val[i:] for i in range(RUN)), strict=False)
+    places = {row: range(i, i + RUN) for i, row in enumerate(rows) if len({*row}) == RUN}
     last = collections.deque(maxlen=RUN)
     for document in hash_documents(train_paths, bos_id):
         last.append(document)
         if document in known:
             repeated.add(document)
-            place = places.get(tuple(last))
-            if place is not None:
-                in_a_row.update(range(place, place + RUN))
+            in_a_row.update(places.get(tuple(last), ()))
     return Leaks(len(val), sum(document in repeated for document in val), len(in_a_row))
 
 
@@ -136,7 +134,7 @@ def compare_with_manifest(path: Path, name: str, found: dict[str, int]) -> list[
     if name not in datasets:
         print(f"{path} does not list {name}: there is nothing to compare with")
         return []
-    expected = {**datasets[name], **datasets[name]["stats"]}
+    expected = {**datasets[name], **datasets[name].get("stats", {})}
     if found["files_train"] < expected.get("files_train", 0):
         print(f"train: {found['files_train']} of {expected['files_train']} shards are here")
         found = {key: value for key, value in found.items() if not key.endswith("_train")}

@@ -36,13 +36,12 @@ VOCAB_SIZES = {SENTENCEPIECE: range(1, 2**16 + 1), BYTE: [260]}  # tokens are ui
 SENTENCEPIECE_NAMES = ("sentencepiece_bpe", "sentencepiece", "build_sentencepiece_tokenizer")
 BYTE_NAMES = ("byte", "pure_byte", "bytes", "build_pure_byte_tokenizer")
 KINDS = dict.fromkeys(SENTENCEPIECE_NAMES, SENTENCEPIECE) | dict.fromkeys(BYTE_NAMES, BYTE)
+FIELDS = {"kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int}
+BYTE_FIELDS = {**FIELDS, "filename": str}
 SENTENCEPIECE_FIELDS = {
-    "kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int,
-    "model_prefix": str, "reuse_model_path": str, "tokenizer_train_docs": int,
+    **FIELDS, "model_prefix": str, "reuse_model_path": str, "tokenizer_train_docs": int,
     "trainer_overrides": dict, "caseops": bool
 }  # fmt: skip
-BYTE_FIELDS = {"kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int,
-               "filename": str}  # fmt: skip
 CASEOPS_SUFFIX = "_caseops"  # of the name, the dataset and the files
 
 
