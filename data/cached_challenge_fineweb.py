@@ -9,6 +9,7 @@ cache and links them into data/. After an interruption, the same command downloa
 import argparse
 import os
 import shutil
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -63,9 +64,8 @@ def download_file(
             files.count_tokens(cached)
         link_or_copy(cached, root / path)
     except Exception as error:  # the classes depend on the client's version
-        not_on_hub = isinstance(error, EntryNotFoundError)
         no_network = isinstance(error, LocalEntryNotFoundError)
-        if path == files.SIDECAR and not_on_hub and not no_network:
+        if path == files.SIDECAR and isinstance(error, EntryNotFoundError) and not no_network:
             return
         reason = " ".join(str(error).split())
         raise RuntimeError(
@@ -74,37 +74,30 @@ def download_file(
         ) from error
 
 
-def download_files(paths: list[str], root: Path) -> None:
-    """Download several files at a time. Raises RuntimeError at the first failure."""
-    disable_progress_bars()  # one line for all files
-    pool = ThreadPoolExecutor(FILES_AT_ONCE)
-    jobs = [pool.submit(download_file, path, root) for path in paths]
-    try:
-        for job in tqdm(as_completed(jobs), total=len(jobs), unit="file"):
-            job.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # main() ends other threads
-
-
-def list_files(path: Path, variant: str, train_shards: int | None) -> tuple[list[str], list[str]]:
-    """Return the tokenizer's files and the shards that a manifest lists. Raises ValueError."""
-    manifest = files.read_json(path)
-    datasets = {entry["name"]: entry for entry in manifest["datasets"]}
-    tokenizers = {entry["name"]: entry for entry in manifest["tokenizers"]}
+def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, int]:
+    """Return the files that a manifest lists, shards with their size in bytes, and the tokenizer's
+    with 0. Raises ValueError."""
+    manifest = files.read_manifest(path)
+    datasets = manifest["datasets"]
     name = files.DATASET_PREFIX + variant
     if name not in datasets:
-        raise ValueError(f"--variant {variant}: {path} has only {', '.join(datasets)}")
-    num_train = datasets[name]["stats"]["files_train"]
-    num_val = datasets[name]["stats"]["files_val"]
+        has = f"--variant {variant}: {path} has only {', '.join(datasets)}"
+        raise ValueError(f"{has}: to download others, rename it, and the hub's takes its place")
+    stats = datasets[name]["stats"]
+    num_train = stats["files_train"]
     if train_shards is None:
         train_shards = min(DEFAULT_TRAIN_SHARDS, num_train)
     if not 0 <= train_shards <= num_train:
         raise ValueError(f"--train-shards {train_shards}: {path} has only {num_train}")
-    tokenizer = tokenizers[datasets[name]["tokenizer_name"]]
-    tokenizer_files = [tokenizer.get(key) for key in ("model_path", "vocab_path", "path")]
-    val = [f"datasets/{name}/fineweb_val_{index:06d}.bin" for index in range(num_val)]
-    train = [f"datasets/{name}/fineweb_train_{index:06d}.bin" for index in range(train_shards)]
-    return [file for file in tokenizer_files if file], val + train
+    tokenizer = manifest["tokenizers"][datasets[name]["tokenizer_name"]]
+    names = (tokenizer.get(key) for key in ("model_path", "vocab_path", "path"))
+    paths = dict.fromkeys(filter(None, names), 0)
+    for split, number in (("val", stats["files_val"]), ("train", train_shards)):
+        most, left = manifest.get("shard_size", 0), stats.get(f"tokens_{split}", 0)
+        for index in range(number):
+            size = files.HEADER_BYTES + 2 * min(most, left - index * most)
+            paths[f"datasets/{name}/fineweb_{split}_{index:06d}.bin"] = size
+    return paths
 
 
 def download(
@@ -116,14 +109,28 @@ def download(
         if skip_manifest:
             raise ValueError(f"{manifest} is missing: run without --skip-manifest")
         download_file(files.MANIFEST, root)
-    tokenizer, tokens = list_files(manifest, variant, train_shards)
-    paths = tokenizer + tokens + ([files.DOCS, files.SIDECAR] if with_docs else [])
+    try:
+        listed = list_files(manifest, variant, train_shards)
+    except KeyError as error:
+        raise ValueError(f"{manifest} is not a manifest (it has no {error}): delete it") from None
+    paths = [*listed, *([files.DOCS, files.SIDECAR] if with_docs else [])]
     missing = [path for path in paths if not is_whole(root / path)]
-    for path in sorted({*tokenizer} - {*missing}):
-        print(f"{root / path} was there and is kept: delete it to get the hub's", file=sys.stderr)
-    if missing:
-        download_files(missing, root)
+    for path in sorted(listed.keys() - {*missing}):
+        place = root / path
+        if place.stat().st_size != listed[path]:
+            print(f"{place} was there and is kept: delete it to get the hub's", file=sys.stderr)
+    disable_progress_bars()  # one line for all files
+    pool = ThreadPoolExecutor(FILES_AT_ONCE)
+    jobs = [pool.submit(download_file, path, root) for path in missing]
+    for job in tqdm(as_completed(jobs), total=len(jobs), unit="file", disable=not jobs):
+        job.result()  # raises the first failure at once
     return f"{root}: {len(missing)} files downloaded, {len(paths) - len(missing)} were there"
+
+
+def stop(*_: object) -> None:
+    """End all threads at once, without raising an exception in the middle of a lock."""
+    os.write(2, b"\ninterrupted: run the same command again to continue\n")
+    os._exit(130)
 
 
 def main() -> None:
@@ -137,16 +144,13 @@ def main() -> None:
     parser.add_argument("--with-docs", action="store_true", help="download the documents, too")
     parser.add_argument("--root", type=Path, default=HERE, help="the folder to fill")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, stop)
     num_train = args.bare if args.train_shards is None else args.train_shards
     try:
         print(download(args.root, args.variant, num_train, args.skip_manifest, args.with_docs))
-        return
-    except KeyboardInterrupt:
-        code, message = 130, "interrupted: run the same command again to continue"
     except (OSError, ValueError, RuntimeError) as error:
-        code, message = 1, str(error)
-    print(f"cached_challenge_fineweb.py: {message}", file=sys.stderr)
-    os._exit(code)  # at once, without waiting for threads that still download
+        print(f"cached_challenge_fineweb.py: {error}", file=sys.stderr)
+        os._exit(1)  # at once, without waiting for threads that still download
 
 
 if __name__ == "__main__":

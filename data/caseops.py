@@ -28,17 +28,13 @@ TRAINER_SETTINGS = {
     "remove_extra_whitespaces": False,
     "required_chars": MARKS,
 }
-NORMALIZER = SentencePieceNormalizer(
+# Returns the text that the challenge's tokenizer scores. Its spaces are single.
+normalize = SentencePieceNormalizer(
     rule_name="nmt_nfkc",
     add_dummy_prefix=False,
     escape_whitespaces=False,
     remove_extra_whitespaces=True,
-)
-
-
-def normalize(text: str) -> str:
-    """Return the text that the challenge's tokenizer scores. Its spaces are single."""
-    return NORMALIZER.normalize(text)
+).normalize
 
 
 def encode(text: str) -> str:

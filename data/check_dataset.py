@@ -2,23 +2,29 @@
 
     python3 data/check_dataset.py DATASET_DIR --tokenizer MODEL [--manifest FILE]
 
-Reads every shard once, then prints counts and the beginnings of the first documents. If something
-is wrong, prints a line for each problem to stderr and exits with 1.
+Reads every shard, then prints counts, the beginnings of the first documents, and how many documents
+of the validation split also train. If something is wrong, prints a line for each problem to stderr
+and exits with 1.
 """
 
 import argparse
+import collections
+import itertools
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import caseops
+import files
 import numpy as np
-from files import HEADER_BYTES, MANIFEST, UNFINISHED_MANIFEST, count_tokens, read_json
 from sentencepiece import SentencePieceProcessor
 from tokenizer_tools import open_model
 
-CHUNK = 2**20  # tokens read at a time
+CHUNK = 2**20  # tokens counted at a time
 SAMPLE = 20  # documents per shard to decode and encode again
+RUN = 10  # this many documents in a row, in both splits, are a leak
 GET_AGAIN = "download or rebuild the dataset again"
 WRONG_TOKENIZER = f"set --tokenizer to the model that made it, or {GET_AGAIN}"
 
@@ -26,18 +32,14 @@ WRONG_TOKENIZER = f"set --tokenizer to the model that made it, or {GET_AGAIN}"
 def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[np.ndarray, list[list[int]]]:
     """Count each token id, int64 (65536,), and return the first complete documents, without BOS.
     Raises ValueError if another tokenizer made the tokens."""
-    id_counts = np.zeros(2**16, dtype=np.int64)
-    with open(path, "rb") as file:
-        file.seek(HEADER_BYTES)
-        first = chunk = np.fromfile(file, "<u2", CHUNK)
-        while chunk.size:
-            id_counts += np.bincount(chunk, minlength=id_counts.size)
-            chunk = np.fromfile(file, "<u2", CHUNK)
+    tokens = np.fromfile(path, "<u2", offset=files.HEADER_BYTES)
+    chunks = np.split(tokens, range(CHUNK, tokens.size, CHUNK))  # bincount needs int64 copies
+    id_counts = sum(np.bincount(chunk, minlength=2**16) for chunk in chunks)
     largest = max(np.flatnonzero(id_counts), default=0)
     if largest >= sp.vocab_size():
         raise ValueError(f"{path}: id {largest}, but {sp.vocab_size()} pieces: {WRONG_TOKENIZER}")
     # The tokens before the first BOS and after the last one may be parts of documents.
-    documents = np.split(first, np.flatnonzero(first == sp.bos_id()))[1:-1]
+    documents = np.split(chunks[0], np.flatnonzero(chunks[0] == sp.bos_id()))[1:-1]
     sample = [document[1:].tolist() for document in documents[:SAMPLE]]
     same = sum(sp.encode(sp.decode(document)) == document for document in sample)
     if same < len(sample) / 2:
@@ -58,6 +60,43 @@ def count_bytes(id_counts: np.ndarray, sp: SentencePieceProcessor) -> int:
     return total
 
 
+class Leaks(NamedTuple):
+    """Validation documents that are also in the train shards."""
+
+    documents: int  # all of the validation split
+    repeated: int  # those that are also in the train shards
+    in_a_row: int  # those in the same row of RUN or more in both: a leak
+
+
+def hash_documents(paths: Iterable[Path], bos_id: int) -> Iterator[int]:
+    """Yield a hash of each document, from BOS to the next BOS, in these shards."""
+    # 64 bits of a whole document need no second look: 50,000 documents against 10 million agree by
+    # chance once in 37 million checks. Each split ends at the end of a document.
+    rest = b""  # the last document of a shard may go on in the next one
+    for path in paths:
+        data = rest + path.read_bytes()[files.HEADER_BYTES :]
+        starts = (2 * np.flatnonzero(np.frombuffer(data, "<u2") == bos_id)).tolist()
+        yield from (hash(data[start:end]) for start, end in itertools.pairwise(starts))
+        rest = data[starts[-1] :] if starts else b""
+    yield hash(rest)
+
+
+def find_leaks(val_paths: Iterable[Path], train_paths: Iterable[Path], bos_id: int) -> Leaks:
+    """Compare all documents of two lists of good shards, with one shard in memory at a time."""
+    val = [*hash_documents(val_paths, bos_id)]
+    known, repeated, in_a_row = {*val}, set(), set()
+    # Without those that repeat a document: short ones may follow each other by chance.
+    rows = zip(*(val[i:] for i in range(RUN)), strict=False)
+    places = {row: range(i, i + RUN) for i, row in enumerate(rows) if len({*row}) == RUN}
+    last = collections.deque(maxlen=RUN)
+    for document in hash_documents(train_paths, bos_id):
+        last.append(document)
+        if document in known:
+            repeated.add(document)
+            in_a_row.update(places.get(tuple(last), ()))
+    return Leaks(len(val), sum(document in repeated for document in val), len(in_a_row))
+
+
 def check_split(
     folder: Path, split: str, sp: SentencePieceProcessor, problems: list[str]
 ) -> dict[str, int]:
@@ -70,7 +109,7 @@ def check_split(
     beginnings: list[str] = []
     for path in paths:
         try:
-            count_tokens(path)
+            files.count_tokens(path)
         except (OSError, ValueError) as error:
             problems.append(f"{error}: {GET_AGAIN}")
             continue
@@ -91,11 +130,11 @@ def check_split(
 
 def compare_with_manifest(path: Path, name: str, found: dict[str, int]) -> list[str]:
     """Return a line for each number that differs; the last train shards may be missing."""
-    datasets = {entry["name"]: entry for entry in read_json(path).get("datasets", [])}
+    datasets = files.read_manifest(path)["datasets"]
     if name not in datasets:
         print(f"{path} does not list {name}: there is nothing to compare with")
         return []
-    expected = {**datasets[name], **datasets[name]["stats"]}
+    expected = {**datasets[name], **datasets[name].get("stats", {})}
     if found["files_train"] < expected.get("files_train", 0):
         print(f"train: {found['files_train']} of {expected['files_train']} shards are here")
         found = {key: value for key, value in found.items() if not key.endswith("_train")}
@@ -110,15 +149,26 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
     """Print counts and return a line for each problem. Raises ValueError or OSError."""
     if not any(folder.glob("fineweb_*.bin")):
         raise ValueError(f"{folder} has no fineweb_*.bin: give the folder that has the shards")
-    place = manifest or folder.parent.parent / MANIFEST
-    unfinished = place.with_name(UNFINISHED_MANIFEST)
+    place = manifest or folder.parent.parent / files.MANIFEST
+    unfinished = place.with_name(files.UNFINISHED_MANIFEST)
     if unfinished.exists() and not place.exists():
         raise ValueError(f"{unfinished} exists: the rebuild did not finish: run it again")
     sp = open_model(tokenizer.read_bytes(), str(tokenizer))
     problems: list[str] = []
     found = {"vocab_size": sp.vocab_size()}
+    paths = [sorted(folder.glob(f"fineweb_{split}_*.bin")) for split in ("val", "train")]
     for split in ("val", "train"):
         found |= check_split(folder, split, sp, problems)
+    if found["tokens_val"] and found["tokens_train"] and not problems:
+        docs, repeated, in_a_row = find_leaks(*paths, sp.bos_id())
+        share = f"{repeated} of {docs} documents ({repeated / docs:.2%})"
+        print(f"val: {share} are also in train shards")
+        if in_a_row:
+            problems.append(
+                f"{folder}: {in_a_row} of {docs} validation documents are in the train shards in "
+                "the same order: the splits were made with different --num-val-docs, and a score "
+                f"on them is worth nothing: {GET_AGAIN}, both splits at once"
+            )
     if not (manifest or place.exists()):
         print(f"{place} is missing: there is nothing to compare with")
         return problems

@@ -37,13 +37,21 @@ HERE = Path(__file__).resolve().parent
 PIPED_DOCS = "docs_piped"  # a copy of documents from a pipe
 MIXED_DOCS = "docs_mixed"  # a copy of documents from several files, or shuffled
 DEFAULT_NUM_VAL_DOCS = 50_000
-SHUFFLE_ADVICE = "If yours are sorted, or from several sources, add --shuffle 1 to mix them."
-# Plain text: a document ends at the first blank line after 2,000 bytes, or with the file.
-TEXT_DOCUMENT = re.compile(rb"(?s)\S.{1999,}?(?=\n\s*\n|\Z)|\S.*")
+# A document of plain text ends at the first blank line after 2,000 bytes (CR do not count).
+TEXT_DOCUMENT = re.compile(rb"(?s)\S(?:\r*[^\r]){1999}.*?(?=\n\s*\n|\Z)|\S.*")
+JSON_LINE = re.compile(rb'(\xef\xbb\xbf)?\s*{[^\n]*"text"\s*:')
 COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"BZh", b"PK\3\4")  # gzip ... zip
-BATCH_SIZE = int(os.environ.get("MATCHED_FINEWEB_SP_BATCH_SIZE", 512))  # documents
-NUM_THREADS = int(os.environ.get("MATCHED_FINEWEB_TOKENIZER_THREADS", os.cpu_count() or 1))
 
+
+def number_in(variable: str, default: int | None) -> int:
+    value = os.environ.get(variable, str(default or 1))
+    if not value.isdecimal() or int(value) == 0:
+        sys.exit(f"error: {variable}={value} must be a number above 0")
+    return int(value)
+
+
+BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512)  # documents
+NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", os.cpu_count())
 Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 
 
@@ -88,13 +96,13 @@ def mix_documents(paths: list[Path], seed: int | None, output: Path) -> Path:
 def read_documents(path: Path) -> Iterator[str]:
     """Yield the texts of JSON lines or the documents of plain text. Raises ValueError."""
     with open(path, "rb") as file:
-        start = file.read(1000)
+        start = file.read(2**16)
         file.seek(0)
         if start.startswith(COMPRESSED):
             raise ValueError(f"{path} is compressed: decompress it first")
         if start.startswith(b"%PDF") or b"\0" in start:
             raise ValueError(f"{path} is not UTF-8 text: extract its text, or convert it")
-        is_json = path.suffix in (".jsonl", ".json") or re.match(rb'(\xef\xbb\xbf)?\s*{\s*"', start)
+        is_json = path.suffix in (".jsonl", ".json") or JSON_LINE.match(start)
         unit, documents = "line", file
         if start and not is_json:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -121,17 +129,6 @@ def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
     return caseops.encode_many(texts, NUM_THREADS) if spec.fields.get("caseops") else texts
 
 
-def read_sidecar(docs: Path, is_own: bool) -> dict | None:
-    """Return the facts about the hub's documents; None for your own. Raises ValueError."""
-    path = docs.with_name(files.SIDECAR)
-    if docs.name != files.DOCS or not path.exists():
-        return None if is_own else {}
-    sidecar = files.read_json(path)
-    if not isinstance(sidecar, dict):
-        raise ValueError(f"{path} must be a JSON object: correct it or delete it")
-    return sidecar
-
-
 def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> dict[str, int]:
     """Return the number of documents in each split. Raises ValueError."""
     most = num_docs = sum(1 for _ in read_documents(docs))
@@ -150,7 +147,7 @@ def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> 
 
 
 def describe_documents(
-    docs: Path, num_docs: dict[str, int], sidecar: dict | None, seed: int | None, output: Path
+    args: argparse.Namespace, docs: Path, num_docs: dict[str, int], sidecar: dict | None
 ) -> dict[str, Any]:
     """Return the manifest's entries about the documents."""
     digest = hashlib.sha256()
@@ -158,15 +155,15 @@ def describe_documents(
         for line in file:
             digest.update(line)
     total = sum(num_docs.values())
-    path = os.path.relpath(docs.with_name(files.SIDECAR), output)
+    path = os.path.relpath(docs.with_name(files.SIDECAR), args.output_root)
     return {
         "num_docs": total,
         "num_val_docs": num_docs["val"],
-        "shuffle_seed": seed if sidecar is None else sidecar.get("shuffle_seed"),
-        "docs_jsonl": os.path.relpath(docs, output),
+        "shuffle_seed": args.shuffle if sidecar is None else sidecar.get("shuffle_seed"),
+        "docs_jsonl": os.path.relpath(docs, args.output_root),
         "docs_meta": {
-            "remote_repo_id": None,
-            "remote_root": None,
+            "remote_repo_id": None if args.docs else args.repo_id,
+            "remote_root": None if args.docs else args.remote_root,
             "num_docs": total,
             "docs_sha256": digest.hexdigest(),
             "source_manifest": path if sidecar else None,
@@ -176,27 +173,24 @@ def describe_documents(
 
 
 def encode_into_shards(texts: Iterator[str], encode: Encoder, size: int) -> Iterator[np.ndarray]:
-    """Yield the tokens of the texts, `size` at a time, in an array that is reused."""
-    batches = iter(lambda: list(itertools.islice(texts, BATCH_SIZE)), [])
-    shard = np.empty(size, dtype="<u2")
-    filled = 0
-    for tokens in map(encode, batches):
-        while tokens.size:
-            part, tokens = np.split(tokens, [size - filled])
-            shard[filled : filled + part.size] = part
-            filled += part.size
-            if filled == size:
-                yield shard
-                filled = 0
+    """Yield the tokens of the texts, `size` at a time."""
+    parts, filled = [], 0
+    while batch := list(itertools.islice(texts, BATCH_SIZE)):
+        parts.append(encode(batch))
+        filled += parts[-1].size
+        while filled >= size:
+            tokens = np.concatenate(parts)
+            yield tokens[:size]
+            parts, filled = [tokens[size:]], filled - size
     if filled:
-        yield shard[:filled]
+        yield np.concatenate(parts)
 
 
 def export_dataset(
     texts: Iterator[str], num_docs: dict[str, int], encode: Encoder, folder: Path, shard_size: int
 ) -> dict[str, int]:
     """Write both splits, replacing older shards. Returns docs_val, files_val, tokens_val, ..."""
-    for old in [*folder.glob("fineweb_*"), *folder.glob("demo_corpus.json")]:
+    for old in folder.glob("fineweb_*"):
         old.unlink()
     stats: dict[str, int] = {}
     for split, part in {"val": itertools.islice(texts, num_docs["val"]), "train": texts}.items():
@@ -211,31 +205,6 @@ def export_dataset(
     return stats
 
 
-def write_dataset(
-    spec: Spec, model: bytes | None, docs: Path, num_docs: dict[str, int], size: int, output: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write a tokenizer and its dataset, `size` tokens in a shard. Returns their descriptions."""
-    tokenizer = tokenizer_tools.write_tokenizer(spec, model, output)
-    sp = None if model is None else tokenizer_tools.open_model(model, spec.name)
-    encode = functools.partial(tokenizer_tools.encode_texts, sp, NUM_THREADS)
-    texts = iter(tqdm(read_texts(docs, spec), spec.dataset, sum(num_docs.values()), unit="doc"))
-    path = f"datasets/{spec.dataset}"
-    stats = export_dataset(texts, num_docs, encode, output / path, size)
-    print(f"{spec.dataset}:", *(f"{name}:{number}" for name, number in stats.items()), flush=True)
-    facts = ("vocab_size", "bos_id", "eos_id", "recommended_bigram_vocab_size")
-    dataset = {
-        "name": spec.dataset,
-        "tokenizer_name": spec.name,
-        "tokenizer_kind": spec.kind,
-        "path": path,
-        "train_glob": f"{path}/fineweb_train_*.bin",
-        "val_glob": f"{path}/fineweb_val_*.bin",
-        **{fact: tokenizer[fact] for fact in facts},
-        "stats": stats,
-    }
-    return tokenizer, dataset
-
-
 def print_training_command(spec: Spec, tokenizer: dict[str, Any], output: Path) -> None:
     size, wanted = tokenizer["vocab_size"], spec.fields.get("vocab_size", 0)
     if size < wanted:
@@ -248,20 +217,54 @@ def print_training_command(spec: Spec, tokenizer: dict[str, Any], output: Path) 
         print(f"{knobs} VOCAB_SIZE={size} python {script}")
 
 
+def read_older_entries(specs: list[Spec], output: Path) -> dict[str, list[dict]]:
+    """Return what earlier commands made, if it is there and stays. Raises ValueError."""
+    replaced = {name for spec in specs for name in (spec.name, spec.dataset)}
+    path = output / files.MANIFEST
+    path = path if path.exists() else output / files.UNFINISHED_MANIFEST
+
+    def stays(entry: dict[str, Any]) -> bool:
+        place = output / entry.get("model_path", entry.get("path", ""))
+        return place.exists() and entry["name"] not in replaced
+
+    older = files.read_manifest(path) if path.exists() else {"tokenizers": {}, "datasets": {}}
+    return {kind: [*filter(stays, older[kind].values())] for kind in ("tokenizers", "datasets")}
+
+
 def write_datasets(
     specs: list[Spec], docs: Path, num_docs: dict[str, int], cut: bool, size: int, output: Path
 ) -> dict[str, Any]:
-    """Write tokenizers and datasets. Returns their entries in the manifest."""
+    """Write tokenizers and datasets (`size` tokens a shard). Returns their manifest entries."""
+    entries = read_older_entries(specs, output)
     models = [tokenizer_tools.make_model(spec, read_texts(docs, spec), cut) for spec in specs]
     # Until the end there is no manifest, so that check_dataset.py refuses an unfinished rebuild.
-    files.write_json(output / files.UNFINISHED_MANIFEST, {})
+    files.write_json(output / files.UNFINISHED_MANIFEST, entries)
     (output / files.MANIFEST).unlink(missing_ok=True)
-    pairs = zip(specs, models, strict=True)
-    entries = [write_dataset(*pair, docs, num_docs, size, output) for pair in pairs]
-    tokenizers, datasets = zip(*entries, strict=True)
+    for spec, model in zip(specs, models, strict=True):
+        tokenizer = tokenizer_tools.write_tokenizer(spec, model, output)
+        sp = None if model is None else tokenizer_tools.open_model(model, spec.name)
+        encode = functools.partial(tokenizer_tools.encode_texts, sp, NUM_THREADS)
+        texts = tqdm(read_texts(docs, spec), spec.dataset, sum(num_docs.values()), unit="doc")
+        path = f"datasets/{spec.dataset}"
+        stats = export_dataset(iter(texts), num_docs, encode, output / path, size)
+        counts = " ".join(f"{name}:{number}" for name, number in stats.items())
+        print(f"{spec.dataset}: {counts}", flush=True)
+        facts = ("vocab_size", "bos_id", "eos_id", "recommended_bigram_vocab_size")
+        dataset = {
+            "name": spec.dataset,
+            "tokenizer_name": spec.name,
+            "tokenizer_kind": spec.kind,
+            "path": path,
+            "train_glob": f"{path}/fineweb_train_*.bin",
+            "val_glob": f"{path}/fineweb_val_*.bin",
+            **{fact: tokenizer[fact] for fact in facts},
+            "stats": stats,
+        }
+        entries["tokenizers"].append(tokenizer)
+        entries["datasets"].append(dataset)
     used = [spec.fields for spec in specs]
     files.write_json(output / "tokenizer_config.export.json", {"tokenizers": used})
-    return {"tokenizer_specs": used, "tokenizers": tokenizers, "datasets": datasets}
+    return {"tokenizer_specs": used, **entries}
 
 
 def rebuild(args: argparse.Namespace) -> None:
@@ -282,19 +285,20 @@ def rebuild(args: argparse.Namespace) -> None:
         for name in (files.DOCS, files.SIDECAR):
             if not (output / name).exists():
                 download_file(name, output, args.repo_id, args.remote_root)
-    sidecar = read_sidecar(docs, is_own=args.docs is not None)
+    sidecar = None if args.docs else {}  # facts about the hub's documents; None for your own
+    if docs.name == files.DOCS and docs.with_name(files.SIDECAR).exists():
+        sidecar = files.read_json(docs.with_name(files.SIDECAR))
     num_docs = count_splits(docs, args.num_val_docs, sidecar)
     if sidecar is None and args.shuffle is None and num_docs["val"] > 1:
-        print(f"Note: validation is the first {num_docs['val']} documents. {SHUFFLE_ADVICE}")
-    about = describe_documents(docs, num_docs, sidecar, args.shuffle, output)
-    if args.docs is None:
-        about["docs_meta"] |= {"remote_repo_id": args.repo_id, "remote_root": args.remote_root}
+        note = f"Note: validation is the first {num_docs['val']} documents. If yours are sorted, or"
+        print(f"{note} from several sources, add --shuffle 1 to mix them.")
+    about = describe_documents(args, docs, num_docs, sidecar)
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
     entries = write_datasets(specs, docs, num_docs, cut, args.chunk_tokens, output)
     settings = {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
     files.write_json(output / files.MANIFEST, {**settings, **about, **entries})
     (output / files.UNFINISHED_MANIFEST).unlink()
-    for spec, tokenizer in zip(specs, entries["tokenizers"], strict=True):
+    for spec, tokenizer in zip(specs, entries["tokenizers"][-len(specs) :], strict=True):
         print_training_command(spec, tokenizer, output)
 
 

@@ -52,6 +52,17 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON ({error}): correct it") from None
 
 
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read a manifest, with tokenizers and datasets by their names. Raises ValueError."""
+    manifest = read_json(path)
+    try:
+        for kind in ("tokenizers", "datasets"):
+            manifest[kind] = {entry["name"]: entry for entry in manifest.get(kind, [])}
+        return manifest
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a manifest ({error!r}): delete it") from None
+
+
 def write_file(path: Path, *parts: Any) -> None:
     """Write the parts (bytes or arrays) to a temporary file and rename it, so that `path` is always
     a complete file, even if several processes write it at once."""

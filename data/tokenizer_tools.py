@@ -12,8 +12,8 @@ from typing import Any
 
 import caseops
 import numpy as np
-import sentencepiece
 from files import DATASET_PREFIX, read_json, write_file, write_json
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 SPECIAL_IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
 BYTE_OFFSET = 4  # byte b is token b + 4
@@ -36,13 +36,12 @@ VOCAB_SIZES = {SENTENCEPIECE: range(1, 2**16 + 1), BYTE: [260]}  # tokens are ui
 SENTENCEPIECE_NAMES = ("sentencepiece_bpe", "sentencepiece", "build_sentencepiece_tokenizer")
 BYTE_NAMES = ("byte", "pure_byte", "bytes", "build_pure_byte_tokenizer")
 KINDS = dict.fromkeys(SENTENCEPIECE_NAMES, SENTENCEPIECE) | dict.fromkeys(BYTE_NAMES, BYTE)
+FIELDS = {"kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int}
+BYTE_FIELDS = {**FIELDS, "filename": str}
 SENTENCEPIECE_FIELDS = {
-    "kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int,
-    "model_prefix": str, "reuse_model_path": str, "tokenizer_train_docs": int,
+    **FIELDS, "model_prefix": str, "reuse_model_path": str, "tokenizer_train_docs": int,
     "trainer_overrides": dict, "caseops": bool
 }  # fmt: skip
-BYTE_FIELDS = {"kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int,
-               "filename": str}  # fmt: skip
 CASEOPS_SUFFIX = "_caseops"  # of the name, the dataset and the files
 
 
@@ -51,13 +50,13 @@ def train_sentencepiece(sentences: Iterable[str], **settings: Any) -> bytes:
     same order give the same bytes. Raises RuntimeError or ValueError."""
     model = io.BytesIO()
     settings = {**TRAINER_SETTINGS, **settings, "sentence_iterator": iter(sentences)}
-    sentencepiece.SentencePieceTrainer.train(model_writer=model, **settings)
+    SentencePieceTrainer.train(model_writer=model, **settings)
     return model.getvalue()
 
 
-def open_model(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:
+def open_model(model: bytes, name: str) -> SentencePieceProcessor:
     """Load a SentencePiece model. Raises ValueError if it cannot make a dataset."""
-    sp = sentencepiece.SentencePieceProcessor()
+    sp = SentencePieceProcessor()
     try:
         sp.LoadFromSerializedProto(model)
     except RuntimeError:
@@ -79,15 +78,6 @@ class Spec:
     dataset: str
     file: str  # in tokenizers/
     model: bytes | None = None  # the SentencePiece model to reuse
-
-
-def kind_of(fields: dict[str, Any]) -> str:
-    """Return SENTENCEPIECE or BYTE. Raises ValueError."""
-    name = str(fields.get("kind", fields.get("builder", ""))).rpartition(":")[2]
-    if name and name not in KINDS:
-        raise ValueError(f"kind or builder {name!r} is not one of {', '.join(KINDS)}")
-    default = BYTE if fields.get("dataset_suffix") == "byte260" else SENTENCEPIECE
-    return KINDS.get(name, default)
 
 
 def check_fields(fields: dict[str, Any], kind: str) -> None:
@@ -146,21 +136,23 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def read_fields(
-    entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int, str]
-) -> tuple[dict[str, Any], str]:
-    """Return the fields and the kind of a spec. Raises ValueError."""
+def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int, str]) -> Spec:
+    """Make a spec from an entry of the file. Raises ValueError or OSError."""
     fields = {field: value for field, value in entry.items() if value is not None}
     size = fields.get("vocab_size")
     if isinstance(size, str) and size.isdecimal():
         size = fields["vocab_size"] = int(size)
-    kind = kind_of(fields)
+    default = BYTE if fields.get("dataset_suffix") == "byte260" else SENTENCEPIECE
+    name = str(fields.get("kind", fields.get("builder", default))).rpartition(":")[2]
+    if name not in KINDS:
+        raise ValueError(f"kind or builder {name!r} is not one of {', '.join(KINDS)}")
+    kind = KINDS[name]
     if kind == SENTENCEPIECE:
         fields |= {name: value for name, value in overrides.items() if value}
         if size in reused:
             fields["reuse_model_path"] = reused[size]
     check_fields(fields, kind)
-    return fields, kind
+    return make_spec(fields, kind)
 
 
 def read_specs(
@@ -174,10 +166,9 @@ def read_specs(
     specs = []
     for number, entry in enumerate(entries, start=1):
         try:
-            fields, kind = read_fields(entry, overrides, reused)
-            if kind == BYTE and skip_byte:
+            spec = read_spec(entry, overrides, reused)
+            if spec.kind == BYTE and skip_byte:
                 continue
-            spec = make_spec(fields, kind)
             for value in (spec.name, spec.dataset, spec.file):
                 if value in taken:
                     raise ValueError(f"{value} is another tokenizer's already: choose another")
@@ -222,7 +213,8 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
         model = train_sentencepiece(sentences_of(texts, limit, cut, counts), **settings)
     except (RuntimeError, ValueError) as error:
         used = f"{counts['used_docs']} of {counts['docs']} documents"
-        raise ValueError(f"{spec.name}: SentencePiece cannot train on {used}: {error}") from None
+        advice = str(error).replace("with --character_coverage option", "in trainer_overrides")
+        raise ValueError(f"{spec.name}: SentencePiece cannot train on {used}: {advice}") from None
     used = f"{counts['used_docs']} of {counts['docs']} documents"
     percent = 100 * counts["used_bytes"] / counts["bytes"]
     pieces = open_model(model, spec.name).vocab_size()
@@ -251,12 +243,10 @@ def write_tokenizer(spec: Spec, model: bytes | None, output: Path) -> dict[str, 
     return {"name": spec.name, "kind": spec.kind, **facts}
 
 
-def encode_texts(
-    sp: sentencepiece.SentencePieceProcessor | None, num_threads: int, texts: list[str]
-) -> np.ndarray:
+def encode_texts(sp: SentencePieceProcessor | None, threads: int, texts: list[str]) -> np.ndarray:
     """Encode texts, each as BOS and its tokens, uint16 (n,). Without a model, tokens are bytes."""
     if sp is not None:
-        documents = sp.encode(texts, add_bos=True, num_threads=num_threads)
+        documents = sp.encode(texts, add_bos=True, num_threads=threads)
         return np.fromiter(itertools.chain.from_iterable(documents), dtype="<u2")
     data = b"".join(b"\xff" + text.encode() for text in texts)  # byte 255 never occurs in UTF-8
     tokens = np.frombuffer(data, dtype=np.uint8).astype("<u2") + BYTE_OFFSET

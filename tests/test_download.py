@@ -18,7 +18,7 @@ import pytest
 huggingface_hub = pytest.importorskip("huggingface_hub")
 import cached_challenge_fineweb  # noqa: E402
 import download_hf_docs_and_tokenize  # noqa: E402
-from texts import write_documents  # noqa: E402
+from texts import write_documents, write_shard  # noqa: E402
 
 PREFIX = "/datasets/willdepueoai/parameter-golf/resolve/main/datasets/"
 TRAIN = [f"datasets/fineweb10B_sp1024/fineweb_train_{index:06d}.bin" for index in range(3)]
@@ -162,15 +162,30 @@ def test_an_existing_tokenizer_is_kept(hub, capsys):
         assert capsys.readouterr().err.count(f"{own} was there and is kept") == 1
 
 
+def test_shards_of_another_dataset_are_named(hub, capsys):
+    (hub.root / VAL[0]).parent.mkdir(parents=True)
+    for name, count in ((VAL[0], 999), (VAL[1], 1000), (TRAIN[0], 1000)):
+        write_shard(hub.root / name, [1] * count)
+    download(hub.root)
+    errors = capsys.readouterr().err
+    assert f"{hub.root / VAL[0]} was there and is kept: delete" in errors
+    assert f"{hub.root / VAL[1]} was there and is kept: delete" in errors
+    assert errors.count("and is kept") == 2
+
+
 def test_damaged_and_missing_files_on_the_hub(hub):
     os.truncate(hub.folder / TRAIN[0], 1900)
     with pytest.raises(RuntimeError, match=f"{TRAIN[0]}.*header says 1000 tokens"):
         download(hub.root, train_shards=1)
     assert not (hub.root / TRAIN[0]).exists()
-    with pytest.raises(ValueError, match="--variant sp999.*sp1024, .*byte260"):
+    with pytest.raises(ValueError, match="--variant sp999.*sp1024, .*byte260: .*rename it"):
         download(hub.root, variant="sp999")
     with pytest.raises(ValueError, match="--train-shards 4.*has only 3"):
         download(hub.root, train_shards=4)
+    for datasets in ("[5]", '[{"name": "fineweb10B_sp1024"}]'):
+        (hub.root / "manifest.json").write_text(f'{{"datasets": {datasets}}}')
+        with pytest.raises(ValueError, match="manifest.json is not a manifest"):
+            download(hub.root)
 
 
 def test_an_interrupted_download_can_be_continued(hub):
@@ -180,7 +195,8 @@ def test_an_interrupted_download_can_be_continued(hub):
     assert hub.stalled.wait(120)
     process.send_signal(signal.SIGINT)
     errors = errors_of(process, 130)  # the hub still hangs
-    assert "interrupted" in errors and "Traceback" not in errors
+    assert errors.endswith("\ninterrupted: run the same command again to continue\n")
+    assert "Traceback" not in errors and "Exception" not in errors
     assert not (hub.root / TRAIN[0]).exists()
     hub.stalls = ""
     errors_of(start(hub, "--train-shards", "1"), 0)

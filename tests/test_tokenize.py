@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -175,22 +176,6 @@ def test_a_model_of_more_pieces_than_a_token_can_name_is_refused():
         open_model(model, "big")
 
 
-def test_an_unfinished_rebuild_is_refused(tmp_path, tokenizer, capsys):
-    """check_dataset.py refuses the folder; the same command starts the rebuild over."""
-    write_documents(tmp_path / "docs.jsonl")
-    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
-    first = run(tmp_path, *reuse)
-    folder = tmp_path / "out" / "datasets" / "fineweb10B_sp384"
-    check = [str(folder), "--tokenizer", str(tokenizer)]
-    assert check_dataset.main(check) == 0
-    (folder.parent / "fineweb10B_byte260").write_text("not a folder: the second dataset fails")
-    capsys.readouterr()
-    assert "fineweb10B_byte260" in failure(tmp_path, *reuse, specs=[SPECS[0], SPECS[2]])
-    assert check_dataset.main(check) == 1
-    assert "manifest.part" in capsys.readouterr().err
-    assert run(tmp_path, *reuse) == first and check_dataset.main(check) == 0
-
-
 def test_your_own_text(tmp_path, capsys):
     """5 % of it validates, all of it trains the tokenizer, and the last line trains on it."""
     (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
@@ -209,14 +194,20 @@ def test_your_own_text(tmp_path, capsys):
 
 
 def test_documents_of_plain_text_and_json_lines(tmp_path):
-    """Text is cut at the first blank line after 2,000 bytes. JSON lines may have any name."""
-    a, b, c, d, e = ("\u00e9\n" + letter * 700 for letter in "abcde")
+    """Text is cut at the first blank line after 2,000 bytes, of which CR are none. JSON lines may
+    have any name."""
+    a, b, c, d, e = ("\u00e9\n" + f"{letter}\n" * 350 for letter in "abcde")
     text = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"])
-    (tmp_path / "my.txt").write_bytes(text.replace("\n", "\r\n").encode())
-    documents = list(rebuild.read_documents(tmp_path / "my.txt"))
-    assert documents == [f"{a}\n\n{b}\n\n{c}", f"{d}\n\n{e}"]
-    (tmp_path / "my.txt").write_text('\n{"text": "a \\ud800"}\n\n{"text": "b"}\n')
+    for ends in ("\n", "\r\n"):
+        (tmp_path / "my.txt").write_bytes(text.replace("\n", ends).encode())
+        documents = [
+            re.sub("\n+", "\n", text) for text in rebuild.read_documents(tmp_path / "my.txt")
+        ]
+        assert documents == [f"{a}{b}{c}".strip(), f"{d}{e}".strip()]
+    (tmp_path / "my.txt").write_text('\n{"id": 1, "text": "a \\ud800"}\n\n{"text": "b"}\n')
     assert list(rebuild.read_documents(tmp_path / "my.txt")) == ["a ?", "b"]
+    (tmp_path / "my.txt").write_text('{"so": he said}\n\nand so on')
+    assert list(rebuild.read_documents(tmp_path / "my.txt")) == ['{"so": he said}\n\nand so on']
 
 
 def rebuilt(folder, *args, docs=()) -> tuple[list[str], dict]:
@@ -308,16 +299,50 @@ def test_bad_documents_are_named(tmp_path):
     assert missing == f"error: {tmp_path}/b.txt does not exist: correct --docs"
 
 
+@pytest.mark.parametrize("variable", ["SP_BATCH_SIZE=0", "TOKENIZER_THREADS=x"])
+def test_a_bad_variable_is_found_before_anything_else(tmp_path, variable):
+    """With batches of 0 documents, all shards would be empty."""
+    name, value = f"MATCHED_FINEWEB_{variable}".split("=")
+    process = start(tmp_path, {name: value}, [sys.executable, rebuild.__file__])
+    assert process.wait(120) == 1
+    words = f"error: {name}={value} must be a number above 0\n"
+    assert (tmp_path / "stderr.txt").read_text() == words
+
+
+def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):
+    """The next one lists earlier datasets, too, while they are there. check_dataset.py compares."""
+    write_documents(tmp_path / "docs.jsonl")
+    other = {"name": "mine", "dataset_suffix": "mine", "model_prefix": "mine", "vocab_size": 384}
+    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
+    first = run(tmp_path, *reuse)
+    folders = [tmp_path / "out/datasets" / f"fineweb10B_{name}" for name in ("sp384", "mine")]
+    (tmp_path / "out/datasets/fineweb10B_byte260").write_text("not a folder: the second fails")
+    assert "fineweb10B_byte260" in failure(tmp_path, *reuse, specs=[other, SPECS[2]])
+    assert check_dataset.main([str(folders[0]), "--tokenizer", str(tokenizer)]) == 1
+    assert "manifest.part" in capsys.readouterr().err
+    both = run(tmp_path, *reuse, specs=[other])
+    for kind, name in (("datasets", "fineweb10B_mine"), ("tokenizers", "mine")):
+        assert both[kind][:1] == first[kind] and [e["name"] for e in both[kind][1:]] == [name]
+    for folder in folders:
+        assert check_dataset.main([str(folder), "--tokenizer", str(tokenizer)]) == 0
+    assert "nothing to compare" not in capsys.readouterr().out
+    shutil.rmtree(folders[0])
+    assert run(tmp_path, *reuse, specs=[other])["datasets"] == both["datasets"][1:]
+    (tmp_path / "out/manifest.json").write_text('{"datasets": [1]}')
+    assert "manifest.json is not a manifest" in failure(tmp_path, *reuse)
+
+
 def test_errors_are_one_line(tmp_path, capsys):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
     spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
     message = failure(tmp_path, specs=[spec], docs=[docs])
     assert "sp_bpe_512" in message and "coverage" in message
+    message = failure(tmp_path, specs=[{"vocab_size": 262}], docs=[docs])
+    assert "262 vs" in message and "--character" not in message
     assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=[docs])
     assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
-    for sidecar, words in (("[]", "a JSON object"), ('{"docs_val": null}', "get 50000")):
-        (tmp_path / SIDECAR).write_text(sidecar)
-        assert words in failure(tmp_path, docs=[docs])
+    (tmp_path / SIDECAR).write_text('{"docs_val": null}')
+    assert "get 50000" in failure(tmp_path, docs=[docs])
     with pytest.raises(SystemExit, match="--shuffle needs --docs"):
         rebuild.main(["--output-root", str(tmp_path), "--shuffle", "1"])
     with pytest.raises(SystemExit, match="--vocab-size 65537: .* must be 1 to 65536"):

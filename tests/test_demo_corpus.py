@@ -1,0 +1,36 @@
+"""data/demo_corpus.py: which documents train, and when the files are made again."""
+
+import demo_corpus
+from texts import TEXTS
+
+
+def test_nothing_of_a_held_out_source_is_in_training(monkeypatch):
+    """Neither a whole docstring nor a piece of a long one. All other texts are there, mixed."""
+    monkeypatch.setattr(demo_corpus, "NUM_VAL_SOURCES", 3)
+    shared = "shared " * 100 + "end"
+    pieces = {name: [f"{name}{part} " * 250 + "end" for part in range(4)] for name in "abcdefgh"}
+    sources = {name: [name, "\n\n".join([*pieces[name], shared])] for name in pieces}
+    val, train = demo_corpus.split_documents(sources)
+    held_out = {document[0] for document in val} - {"s"}
+    assert len(held_out) == 3 and not held_out & {document[0] for document in train}
+    assert shared in val and shared not in train
+    assert {*val, *train} == {shared, *sources, *sum(pieces.values(), [])}
+    assert train != sorted(train)
+    assert demo_corpus.split_documents(dict(reversed(sources.items()))) == (val, train)
+
+
+def test_a_demo_of_an_older_script_is_made_again(tmp_path, monkeypatch, capsys):
+    """Otherwise its score would pass for one on today's text."""
+    older, dataset, tokenizer = tmp_path / "older.py", tmp_path / "dataset", tmp_path / "a.model"
+    older.write_text("an older script")
+    monkeypatch.setattr(demo_corpus, "strongest_lzma", len)
+    monkeypatch.setattr(demo_corpus, "NUM_VAL_SOURCES", 4)
+    monkeypatch.setattr("sys.argv", ["", f"--dataset={dataset}", f"--tokenizer={tokenizer}"])
+    for script, texts in ((older, TEXTS[9:]), (demo_corpus.__file__, TEXTS)):
+        monkeypatch.setattr(demo_corpus, "__file__", str(script))
+        sources = {text: [text] for text in texts}
+        monkeypatch.setattr(demo_corpus, "collect_sources", sources.copy)
+        demo_corpus.main()
+        demo_corpus.main()
+    printed = capsys.readouterr().out.split("demo_corpus:documents:")[1:]
+    assert printed[0] == printed[1] != printed[2] == printed[3]
