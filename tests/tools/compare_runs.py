@@ -41,7 +41,7 @@ SCORES = {"nats": "val_loss", "bits per byte": "val_bpb"}  # figures by unit
 # ---- reading logs --------------------------------------------------------------------------------
 # A log file begins with the script's source, which ends with a line of 100 "=". The first line that
 # a run prints is the path of its log. The log of the last start follows the last of these lines.
-START_LINE = r"^(?:={100}|(?:.+/)?logs/[^/\n]+\.txt)$"
+START_LINE = r"^(?:={100}|(?:\S.*/)?logs/[^/\n]+\.txt)$"
 STEP_LINE = (
     r"^step:(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) (val_bpb:(?P<bpb>\S+) )?"
     r".*train_time:\d+ms step_avg:(?P<ms_per_step>\S+)ms"
