@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     except UnicodeEncodeError:
         sys.exit("the prompt is not UTF-8: write it in a terminal that uses UTF-8")
     if not 0 <= args.temperature < math.inf:
-        sys.exit(f"--temperature {args.temperature} must be 0 or more")
+        sys.exit(f"--temperature {args.temperature} must be finite, 0 or more")
     if not 0 <= args.seed < 2**63:
         sys.exit(f"--seed {args.seed} must be from 0 to 2**63 - 1")
     hp, gpt = load_model(load_script(args.script), args.model)
