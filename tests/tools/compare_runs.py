@@ -366,9 +366,7 @@ def draw(groups: list[Group]) -> Figure:
     handles, labels = axes.get_legend_handles_labels()
     if groups[0].name == "baseline":  # the common part of the file names, if that tells
         names = [os.path.commonprefix([run.name for run in group.runs]) for group in groups]
-        for i, group in enumerate(groups):
-            if names[i] != group.runs[0].name:  # seeds may begin with the same digits
-                names[i] = re.sub(r"[-_./]\d*$", "", names[i])
+        names = [name.rstrip("0123456789").rstrip("-_./") for name in names]
         labels = names if all(names) and len({*names}) == len(groups) else labels
     known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
     if unit == "nats" and known:
