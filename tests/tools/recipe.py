@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="show all recipes and records")
     refresh_help = "rewrite the patches, which fit train_gpt.py of COMMIT (default: HEAD)"
     parser.add_argument("--refresh", nargs="?", const="HEAD", metavar="COMMIT", help=refresh_help)
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     record = next((name for name in args.names if name in RECORDS), None)
     code = 0
     if args.list:
