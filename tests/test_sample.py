@@ -75,9 +75,13 @@ def test_caseops_marks_the_prompt_and_removes_the_marks(tmp_path, capsys):
 def test_an_error_says_what_is_missing(tmp_path, trained):
     copied = shutil.copy(trained[0] / "final_model.pt", tmp_path)
     for arguments, words in (
-        ([copied], "final_model.pt does not fit: .*final_result.json next to it"),
+        ([copied], "does not fit: .*final_result.json next to it.*--script names"),
         ([trained[0] / "final_model.pt", "--tokenizer=none"], "none.* set --tokenizer"),
-        ([trained[0] / "final_result.json"], "final_result.json is damaged or not a model"),
+        ([trained[0] / "final_result.json"], "damaged or not a model.*copy the file again"),
+        ([copied, "\udcff"], "the prompt is not UTF-8"),
+        ([copied, "--temperature=-1"], "--temperature -1.0 must be finite, 0 or more"),
+        ([copied, "--temperature=nan"], "--temperature nan must be finite, 0 or more"),
+        ([copied, f"--seed={2**64}"], "--seed 18446744073709551616 must be from 0 to"),
     ):
         with pytest.raises(SystemExit, match=words):
             sample.main(list(map(str, arguments)))

@@ -1,11 +1,13 @@
 """Show the losses and scores of runs, or test whether a change makes them better:
 
+    python tests/tools/compare_runs.py               # the newest log in logs/, with a picture
     python tests/tools/compare_runs.py logs/*.txt --picture loss.png
     python tests/tools/compare_runs.py --baseline logs/base-*.txt --candidate logs/silu-*.txt
 
-A log is logs/RUN_ID.txt, or the printed output of a run, of train_gpt.py or of the reference
-baseline; the run may still be going. Of several starts in one file, the last one counts. The runs
-of a side should differ only by their seed; --baseline alone prints their mean and deviation.
+A log is logs/RUN_ID.txt, or the printed output of a run, of train_gpt.py or of a script of the
+challenge; the run may still be going. Of several starts in one file, the last one counts. The score
+is the last line with eight digits. The runs of a side should differ only by their seed; --baseline
+alone prints their mean and deviation.
 
 Exit code 0: shown to be better, or there is nothing to test. 1: not shown. 2: it could not be
 tested, or an argument or a file is wrong. 3: nothing to draw, and no other code applies.
@@ -14,6 +16,7 @@ Needs pip install scipy matplotlib."""
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -24,6 +27,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NoReturn
 
+import anytime
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -37,25 +41,26 @@ SCORES = {"nats": "val_loss", "bits per byte": "val_bpb"}  # figures by unit
 # ---- reading logs --------------------------------------------------------------------------------
 # A log file begins with the script's source, which ends with a line of 100 "=". The first line that
 # a run prints is the path of its log. The log of the last start follows the last of these lines.
-START_LINE = r"^(?:={100}|(?:.+/)?logs/[^/\n]+\.txt)$"
+START_LINE = r"^(?:={100}|(?:\S.*/)?logs/[^/\n]+\.txt)$"
 STEP_LINE = (
     r"^step:(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) (val_bpb:(?P<bpb>\S+) )?"
     r".*train_time:\d+ms step_avg:(?P<ms_per_step>\S+)ms"
 )
 FACT_LINES = (
     STEP_LINE,
+    r"^val_bpb:enabled .*tokenizer_path=(?:.*/)?(?P<tokenizer>.+)",
     r"^train_loader:(?P<data>.*)",
     r"^val_loader:.* (?P<validation>tokens:\d+)",
-    r"^(?P<batch>train_batch_tokens:\d+ train_seq_len:\d+) (?P<length>iterations:\d+) "
+    r"^(?P<batch>train_batch_tokens:(?P<tokens>\d+) train_seq_len:\d+) (?P<length>iterations:\d+) "
     r".*max_wallclock_seconds:(?P<time_limit>\S+)",
     r"^seed:(?P<seed>\d+)$",
     r"^peak memory allocated: (?P<memory_mib>\d+) MiB",
-    r"^Serialized model int8\+zlib: (?P<artifact_bytes>\d+) bytes",
-    r"^Total submission size int8\+zlib: (?P<total_bytes>\d+) bytes",
-    r"^final_int8_zlib_roundtrip .* stride:(?P<stride>\d+)$",
-    r"^final_int8_zlib_roundtrip_exact val_loss:(?P<val_loss>\d+\.\d{8}) "
-    r"val_bpb:(?P<val_bpb>\d+\.\d{8})( stride:\d+)?$",
+    r"^Serialized model \S+: (?P<artifact_bytes>\d+) bytes",
+    r"^Total submission size \S+: (?P<total_bytes>\d+) bytes",
+    r"^(?:\S+ val_loss:.* stride:(?P<stride>\d+).*\n)?"  # a line with four digits comes first
+    r"(?P<score>\S+) val_loss:(?P<val_loss>\d+\.\d{8}) val_bpb:(?P<val_bpb>\d+\.\d{8})( .*)?$",
 )
+OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # of this project
 # Facts in which all finished runs should agree.
 SHARED_FACTS = ("data", "validation", "batch", "length", "time_limit", "stride")
 # Columns of the table: width and format.
@@ -63,13 +68,14 @@ COLUMNS = {
     "seed": (8, ".0f"),
     "steps": (7, ".0f"),
     "ms_per_step": (13, ".2f"),
+    "tokens_per_second": (19, ",.0f"),
     "val_loss": (10, ".6f"),
     "val_bpb": (10, ".6f"),
     "memory_mib": (12, ".0f"),
     "artifact_bytes": (16, ",.0f"),
     "total_bytes": (13, ",.0f"),
 }
-AVERAGED = ("ms_per_step", "val_loss", "val_bpb", "artifact_bytes", "total_bytes")
+AVERAGED = [name for name in COLUMNS if name not in ("seed", "steps", "memory_mib")]
 Figures = dict[str, float]  # of a run, by column, as far as they are known
 
 
@@ -115,7 +121,11 @@ class Group:
 def read_run(path: Path) -> Run:
     """Read the last start in a log."""
     run = Run(path, path.stem)
-    log = re.split(START_LINE, path.read_text(encoding="utf-8", errors="replace"), flags=re.M)[-1]
+    text = path.read_text(encoding="utf-8", errors="replace")
+    *earlier, log = re.split(START_LINE, text, flags=re.M)
+    # Scripts of the challenge list their knobs, perhaps before their source.
+    for seed in re.findall(r"^  seed: (\d+)$", text, re.M):
+        run.facts["seed"] = seed
     for pattern in FACT_LINES:
         for match in re.finditer(pattern, log, re.M):
             run.facts |= match.groupdict()
@@ -124,6 +134,13 @@ def read_run(path: Path) -> Run:
                 losses[int(match["steps"])] = float(match["loss"])
                 if match["bpb"] and float(match["loss"]) > 0:
                     run.bpb_per_nat = float(match["bpb"]) / float(match["loss"])
+    if text.strip() and not earlier and not run.facts:
+        raise OSError(f"{path} is not the log of a run")
+    if run.facts.get("score") in OWN_SCORES:  # without a stride, windows are side by side
+        run.facts["stride"] = run.facts["stride"] or "none"
+    if run.facts.keys() >= {"tokens", "ms_per_step"}:
+        milliseconds = float(run.facts["ms_per_step"]) or math.nan
+        run.facts["tokens_per_second"] = str(1000 * int(run.facts["tokens"]) / milliseconds)
     run.figures = {name: float(run.facts[name]) for name in COLUMNS if name in run.facts}
     if "val_loss" in run.figures:  # with more digits than in a step's line
         run.bpb_per_nat = run.figures["val_bpb"] / run.figures["val_loss"]
@@ -139,8 +156,8 @@ def common_unit(runs: list[Run], tolerance: float) -> str:
 
 
 def list_different(runs: list[Run], fact: str) -> str:
-    """The values of a fact, separated by commas, or "" if all runs agree."""
-    values = sorted({run.facts.get(fact) or "none" for run in runs})
+    """The values of a fact, separated by commas, or "" if all runs agree. Some do not know it."""
+    values = sorted({value for run in runs if (value := run.facts.get(fact))})
     return ", ".join(values) if len(values) > 1 else ""
 
 
@@ -149,6 +166,8 @@ def find_warnings(groups: list[Group]) -> list[str]:
     runs = [run for group in groups for run in group.finished]
     warnings = []
     for fact in SHARED_FACTS:
+        if fact in ("data", "validation") and list_different(runs, "tokenizer"):
+            continue  # expected
         if values := list_different(runs, fact):
             warnings.append(f"the runs differ in {fact}: {values}")
     for group in groups:
@@ -184,8 +203,8 @@ def run_test(
     the answer, and the test as text."""
     t_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
     intervals = []
-    for name, figure in SCORES.items():
-        baseline, candidate = (np.array([run[figure] for run in side]) for side in sides)
+    for name in dict.fromkeys((unit, "bits per byte")):  # nats of different tokens say nothing
+        baseline, candidate = (np.array([run[SCORES[name]] for run in side]) for side in sides)
         low, high = t_test(baseline, candidate).confidence_interval(0.95)
         mean = (low + high) / 2
         intervals.append(f"{mean:.4f} {name} ({low:.4f} to {high:.4f})")
@@ -231,8 +250,12 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
     lines = ["baseline minus candidate, with the 95 % confidence interval:"]
     is_shown, text = run_test(sides, False, unit, by, alpha)
     lines.append(text)
-    if len({a["val_loss"] - b["val_loss"] for a, b in zip(*pairs, strict=True)}) > 1:
+    gains = [a[SCORES[unit]] - b[SCORES[unit]] for a, b in zip(*pairs, strict=True)]
+    if len({*gains}) > 1:
         lines.append(run_test(pairs, True, unit, by, alpha)[1])
+        low, high = anytime.interval(gains, alpha)
+        verdict = anytime.verdict(gains, by, alpha)
+        lines.append(f"  if you looked after each pair: {verdict} ({low:.4f} to {high:.4f} {unit})")
     return int(not is_shown), "\n".join(lines)
 
 
@@ -267,6 +290,11 @@ def format_report(groups: list[Group], verdict: str) -> str:
     unfinished = [run for group in groups for run in group.runs if run.unfinished]
     notes = [f"no final line: {run.path}: it ends with {run.unfinished}" for run in unfinished]
     notes += [f"warning: {warning}" for warning in find_warnings(groups)]
+    runs = [run for group in groups for run in group.finished]
+    lines = sorted({run.facts["score"] for run in runs})
+    for line in lines:
+        names = [run.name for run in runs if run.facts["score"] == line]
+        notes.append(f"scores: {line}" + f" in {', '.join(names)}" * (len(lines) > 1))
     blocks = [format_table(groups), "\n".join(notes), verdict]
     return "\n\n".join(block for block in blocks if block)
 
@@ -335,11 +363,16 @@ def draw(groups: list[Group]) -> Figure:
     figure = Figure(figsize=(9, height), layout="constrained")
     axes = figure.add_subplot()
     draw_curves(axes, groups, unit)
+    handles, labels = axes.get_legend_handles_labels()
+    if groups[0].name == "baseline":  # the common part of the file names, if that tells
+        names = [os.path.commonprefix([run.name for run in group.runs]) for group in groups]
+        names = [name.rstrip("0123456789").rstrip("-_./") for name in names]
+        labels = names if all(names) and len({*names}) == len(groups) else labels
     known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
     if unit == "nats" and known:
         limits = [known[0] * loss for loss in axes.get_ylim()]
         axes.twinx().set(ylim=limits, ylabel="bits per byte")
-    figure.legend(**legend)
+    figure.legend(handles, labels, **legend)
     return figure
 
 
@@ -347,14 +380,19 @@ def draw(groups: list[Group]) -> Figure:
 def main(arguments: list[str] | None = None) -> NoReturn:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help="runs to show")
+    logs_help = "runs to show (default: the newest log in logs/, with a picture next to it)"
+    parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help=logs_help)
     parser.add_argument("--baseline", nargs="+", type=Path, metavar="LOG")
     parser.add_argument("--candidate", nargs="+", type=Path, metavar="LOG", help="to be tested")
-    by_help = "nats or bits per byte (default: 0.005)"
-    parser.add_argument("--by", type=float, default=0.005, help=by_help)
-    parser.add_argument("--alpha", type=float, default=0.01, help="level (default: 0.01)")
+    parser.add_argument("--by", type=float, default=0.005, help="nats or bits per byte (0.005)")
+    parser.add_argument("--alpha", type=float, default=0.01, help="level (0.01)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw into an .svg or .png")
     args = parser.parse_args(arguments)
+    if not (args.logs or args.baseline or args.candidate):
+        args.logs = sorted(Path("logs").glob("*.txt"), key=os.path.getmtime)[-1:]
+        if not args.logs:
+            parser.error("there is no log in logs/: name the LOG files")
+        args.picture = args.picture or args.logs[0].with_suffix(".png")
     if args.picture and args.picture.suffix not in (".svg", ".png"):
         parser.error(f"--picture {args.picture} must end in .svg or .png")
     if bool(args.logs) == bool(args.baseline) or (args.candidate and not args.baseline):
@@ -373,6 +411,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             code = code or 3
         elif args.picture:
             draw(groups).savefig(args.picture, dpi=150)
+            print(f"\npicture: {args.picture}")
     except OSError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         code = 2

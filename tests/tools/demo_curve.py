@@ -33,6 +33,8 @@ def xz_bits_per_byte() -> float:
 
 def draw(log: str) -> Figure:
     """Draw the validations of this log, on white, so that they can be read on a dark page, too."""
+    if f"\ntrain_loader:dataset:{DATASET.name} " not in log:
+        sys.exit("the log is not one of the demo, to which the compressors belong")
     scores = re.findall(r"^step:(\d+)/.* val_bpb:(\S+)", log, re.M)
     steps, bpb = [int(step) for step, _ in scores], [float(score) for _, score in scores]
     best = json.loads((DATASET / "demo_corpus.json").read_text())["lzma_bpb"]

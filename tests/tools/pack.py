@@ -2,8 +2,8 @@
 
     python tests/tools/pack.py [--minify] train_gpt.py packed.py
 
-packed.py runs, also under torchrun, and can be imported. It looks for data/ in its own folder, and
-the "Code size" in its log is its own. --minify removes comments and docstrings first."""
+packed.py runs, also under torchrun, and can be imported. The "Code size" in its log is its own.
+--minify removes comments and docstrings first."""
 
 import argparse
 import ast

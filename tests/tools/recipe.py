@@ -27,14 +27,12 @@ def git(*arguments: str | Path, scripts: list[str]) -> tuple[bool, str]:
     """Run git on FILES with these texts, outside any repository and without the user's settings.
     Returns whether it succeeded, and its output or the first file."""
     with TemporaryDirectory() as folder:
-        environ = {
-            "GIT_CEILING_DIRECTORIES": os.path.dirname(folder),
-            "GIT_CONFIG_GLOBAL": os.devnull,
-        }
+        environ = os.environ | {"GIT_CEILING_DIRECTORIES": os.path.dirname(folder)}
+        environ["GIT_CONFIG_GLOBAL"] = os.devnull
         for file, script in zip(FILES, scripts, strict=False):
             Path(folder, file).parent.mkdir()
             Path(folder, file).write_text(script, encoding="utf-8")
-        options = {"cwd": folder, "env": os.environ | environ, "encoding": "utf-8"}
+        options = {"cwd": folder, "env": environ, "encoding": "utf-8"}
         result = subprocess.run(["git", *arguments], capture_output=True, **options)
         return result.returncode == 0, result.stdout or Path(folder, FILES[0]).read_text("utf-8")
 
@@ -117,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="show all recipes and records")
     refresh_help = "rewrite the patches, which fit train_gpt.py of COMMIT (default: HEAD)"
     parser.add_argument("--refresh", nargs="?", const="HEAD", metavar="COMMIT", help=refresh_help)
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     record = next((name for name in args.names if name in RECORDS), None)
     code = 0
     if args.list:

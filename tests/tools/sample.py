@@ -5,6 +5,7 @@
 All but a checkpoint need the final_result.json of their run in the same folder, for its knobs."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +30,9 @@ def load_model(script: ModuleType, path: Path) -> tuple[Any, torch.nn.Module]:
         gpt = script.GPT(hp, torch.float32)
         script.load_weights(gpt, path.read_bytes(), str(path))
     except script.InputError as error:
-        sys.exit(f"{error} (--script names another script)")
+        is_damaged = "is damaged" in str(error)
+        advice = "copy the file again" if is_damaged else "--script names another script"
+        sys.exit(f"{error} ({advice})")
     return hp, gpt.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -59,6 +62,14 @@ def main(arguments: list[str] | None = None) -> None:
     for path in (args.model, args.script):
         if not path.is_file():
             sys.exit(f"{str(path)!r} is not a file: name the model first, then the prompt")
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError:
+        sys.exit("the prompt is not UTF-8: write it in a terminal that uses UTF-8")
+    if not 0 <= args.temperature < math.inf:
+        sys.exit(f"--temperature {args.temperature} must be finite, 0 or more")
+    if not 0 <= args.seed < 2**63:
+        sys.exit(f"--seed {args.seed} must be from 0 to 2**63 - 1")
     hp, gpt = load_model(load_script(args.script), args.model)
     try:
         tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)

@@ -47,7 +47,8 @@ def saved_knobs(path: Path) -> dict[str, str]:
         except (ValueError, KeyError, TypeError) as error:
             sys.exit(f"{result} is damaged: {error!r}: delete it, and set the knobs yourself")
     if knobs is None:
-        print(f"{path} and {result} have no knobs: set those of the run yourself", file=sys.stderr)
+        advice = f"copy the run's {result.name} there"
+        print(f"{path} and {result} have no knobs: {advice}", file=sys.stderr)
     return {name.upper(): as_text(v) for name, v in (knobs or {}).items() if name not in OWN}
 
 
