@@ -1,0 +1,293 @@
+"""Test a change: train pairs of runs, without it and with it, until the verdict is sure.
+
+    PRESET=demo python tests/tools/experiment.py --quick                       your edits
+    PRESET=demo python tests/tools/experiment.py --quick --set MATRIX_LR=0.06
+    PRESET=demo python tests/tools/experiment.py --quick --recipes leaky_relu min_lr
+
+The baseline is the last commit's script; with --set or --recipes, the script as it is. Both sides
+have the knobs of the environment. After Ctrl-C, the same command goes on.
+
+Exit code 0: better. 1: not, or not yet. 2: an error. 130: stopped. Needs pip install scipy."""
+
+import argparse
+import difflib
+import fcntl
+import hashlib
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from anytime import claims_that_stand, evidence, interval, verdict
+from jobs import Machine, Run, Side, show, train
+from recipe import write_script
+from trained import OWN, SCRIPT, load_script
+
+QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
+QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
+SET_PER_RUN = ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME")
+RECIPE_KNOB = r"^\+    (\w+): (?:bool|float|int|str) = [^,\n]*(?:  #.*)?$"
+
+
+# ---- the two sides -------------------------------------------------------------------------------
+def git(*words: str) -> str:
+    """The output of git in the script's folder; "" without git or a commit."""
+    command = shlex.join(["git", "-C", str(SCRIPT.parent), *words])
+    return subprocess.run(command, shell=True, capture_output=True, encoding="utf-8").stdout
+
+
+def write_scripts(args: Namespace) -> str:
+    """Write both sides' scripts into the folder. Returns the change in a line."""
+    sources = [SCRIPT.read_text(encoding="utf-8")] * 2
+    if args.base:
+        sources[0] = args.base.read_text(encoding="utf-8")
+    elif not args.set and not args.recipes:
+        sources[0] = git("show", f"HEAD:./{SCRIPT.name}")
+    if not sources[0]:
+        raise ValueError("there is no last commit: name the baseline with --base FILE")
+    if args.recipes:
+        sources[1] = write_script(args.recipes, args.out / "candidate.py").read_text("utf-8")
+    for name, source in zip(("baseline", "candidate"), sources, strict=True):
+        (args.out / f"{name}.py").write_text(source, encoding="utf-8")
+    diff = difflib.unified_diff(*map(str.splitlines, sources), n=0)
+    lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s]", line)]
+    return " ".join([*args.recipes, *args.set]) or min(lines, default="")  # "+" is before "-"
+
+
+def check_knobs(names: list[str], known: list[str]) -> None:
+    """Raise ValueError for a name that is not a knob. A recipe's knobs are fields in its patch."""
+    owners = {}
+    for path in sorted(SCRIPT.parent.glob("tests/recipes/*.patch")):
+        for knob in re.findall(RECIPE_KNOB, path.read_text(encoding="utf-8"), re.M):
+            owners[knob.upper()] = path.stem
+    for name in set(names) - set(known):
+        near = difflib.get_close_matches(name, [*known, *owners], n=1, cutoff=0.85)
+        advice = f", did you mean {near[0]}?" if near else ", see `train_gpt.py --help`"
+        if name in owners:
+            advice = f" but of the recipe {owners[name]}: add --recipes {owners[name]}"
+        raise ValueError(f"{name} is not a knob of the candidate{advice}")
+
+
+def prepare_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Side:
+    """Check the knobs (own: of this side alone), build the demo's data and name the folder."""
+    source = path.read_text(encoding="utf-8")
+    script, environ = load_script(path), {**args.environ, **own}
+    try:
+        hp = script.Hyperparameters.from_env(environ)
+        script.prepare_demo(hp, Namespace(log=str))
+    except script.InputError as error:
+        raise ValueError(f"{name}: {error}") from None
+    knobs = {knob: value for knob, value in asdict(hp).items() if knob not in (*OWN, "seed")}
+    # Variables that an edit reads by itself are knobs, too.
+    read = {key: environ[key] for key in sorted(environ) if f'"{key}"' in source}
+    check_knobs([*own], [*map(str.upper, knobs), *read])
+    files = [*sorted(Path(hp.data_path).glob("*.bin")), Path(hp.tokenizer_path)]
+    sizes = [(file.name, file.stat().st_size) for file in files if file.is_file()]
+    facts = repr([source, knobs, read, sizes, args.launch, torch.__version__])
+    folder = args.out / hashlib.sha256(facts.encode()).hexdigest()[:12]
+    return Side(name, script, environ, hp, folder)
+
+
+# ---- the verdict ---------------------------------------------------------------------------------
+def read_ledger(path: Path) -> list[dict[str, str]]:
+    header, *lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else [""]
+    return [dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines]
+
+
+@dataclass
+class Experiment:
+    """Pairs of runs, baseline and candidate. row: of the ledger."""
+
+    args: Namespace
+    pairs: list[tuple[Run, Run]]
+    row: dict[str, str]
+    figure: str = "val_loss"
+    gains: list[float] = field(default_factory=list)  # of the first pairs
+
+    def is_over(self) -> bool:
+        """Judge the pairs that have finished since the last call."""
+        for pair in self.pairs[len(self.gains) :]:
+            baseline, candidate = results = [run.result() for run in pair]
+            if None in results:
+                return False
+            if baseline["val_loss"] == candidate["val_loss"]:
+                raise ValueError("the change does nothing: both sides end with the same loss")
+            per_nat = [result["val_bpb"] / result["val_loss"] for result in results]
+            # Nats per token cannot be compared between tokenizers.
+            self.figure = "val_loss" if math.isclose(*per_nat, rel_tol=1e-6) else "val_bpb"
+            self.gains.append(baseline[self.figure] - candidate[self.figure])
+            self.judge()
+            show(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}\n")
+            if self.row["verdict"] != "not yet" and not self.args.seeds:
+                break
+        return True
+
+    def judge(self) -> None:
+        """Show the verdict and write it to the ledger."""
+        low, high = interval(self.gains)
+        numbers = {"gain": fmean(self.gains), "low": low, "high": high}
+        self.row |= {name: f"{number:.5f}" for name, number in numbers.items()}
+        self.row["evidence"] = f"{evidence(self.gains, self.args.by):.3g}"
+        self.row["verdict"] = verdict(self.gains, self.args.by)
+        self.row["unit"] = "nats" if self.figure == "val_loss" else "bits per byte"
+        self.row["pairs"] = str(len(self.gains))
+        times = [pair[1].result()["ms_per_step"] for pair in self.pairs[: len(self.gains)]]
+        self.row["ms_per_step"] = f"{fmean(times):.2f}"
+        key, path = ("baseline", "candidate", "first_seed"), self.args.ledger
+        rows = [row for row in read_ledger(path) if any(row[k] != self.row[k] for k in key)]
+        lines = [self.row, *(row.values() for row in [*rows, self.row])]
+        text = "".join("\t".join(line) + "\n" for line in lines)
+        path.with_suffix(".part").write_text(text, encoding="utf-8")
+        path.with_suffix(".part").replace(path)
+
+    def __str__(self) -> str:
+        text = "{gain} {unit} ({low} to {high}), {verdict}"
+        if math.isinf(interval(self.gains)[0]):
+            text = "{gain} {unit}, not yet: three pairs are the least"
+        return text.format(**self.row)
+
+    def compare_times(self) -> str:
+        """The time of a step in proportion, from pairs that were trained side by side."""
+        pairs = [[run.result() for run in pair if run.is_whole] for pair in self.pairs]
+        pairs = [pair for pair in pairs[: len(self.gains)] if len(pair) == 2]
+        ratios = sorted(pair[1]["ms_per_step"] / pair[0]["ms_per_step"] for pair in pairs)
+        if not ratios:
+            return "time of a step: unknown, since no pair was trained now"
+        low, mean, high = ratios[0], fmean(ratios), ratios[-1]
+        return f"time of a step: {mean:.3f} times the baseline's ({low:.3f} to {high:.3f})"
+
+    def find_worth(self) -> str:
+        """Train the baseline for longer: with how many more steps is it as good?"""
+        shorter, slopes = [pair[0] for pair in self.pairs[: min(2, len(self.gains))]], []
+        side = shorter[0].side
+        for factor in (1.25, 1.5):
+            own = {"ITERATIONS": str(round(factor * side.hp.iterations))}
+            own["MAX_WALLCLOCK_SECONDS"] = str(factor * side.hp.max_wallclock_seconds)
+            name = f"baseline, {factor} times as long"
+            longer = prepare_side(name, Path(side.script.__file__), own, self.args)
+            runs = [Run(longer, run.seed) for run in shorter]
+            train(runs, self.args.machine)
+            pairs = [(a.result(), b.result()) for a, b in zip(shorter, runs, strict=True)]
+            gain = fmean(a[self.figure] - b[self.figure] for a, b in pairs)
+            slopes.append(gain / math.log(fmean(b["steps"] / a["steps"] for a, b in pairs)))
+        if min(slopes) < max(slopes) / 2:
+            return "worth: unknown, the loss does not fall steadily with more steps"
+        gains = (fmean(self.gains), *interval(self.gains))
+        times = [np.exp(gain / fmean(slopes)) for gain in gains]
+        return "worth: as good as {:.3f} times the steps ({:.3f} to {:.3f})".format(*times)
+
+    def report(self) -> int:
+        """Print the result. Returns the exit code."""
+        results = [run.result() for pair in self.pairs for run in pair]
+        about = f"by more than {self.args.by:g}? evidence {self.row['evidence']}, 100 shows it"
+        show(f"\ngain: {self}\nbetter {about}\n{self.compare_times()}\n")
+        is_capped = any(r and r["steps"] < self.pairs[0][0].side.hp.iterations for r in results)
+        if is_capped and self.args.machine.jobs > 1 and not self.args.machine.gpus:
+            show("WARNING: the time limit ended runs that shared the CPU: use --jobs 1\n")
+        if self.args.worth:
+            show(f"{self.find_worth()}\n")
+        rows = read_ledger(self.args.ledger)
+        better = sum(row["verdict"] == "better" for row in rows)
+        stand = sum(claims_that_stand([float(row["evidence"]) for row in rows]))
+        counts = f"changes tried: {len(rows)}, better: {better}, stand together: {stand}"
+        show(f"{self.args.ledger}: {counts}\n")
+        last = ("unit", "pairs", "gain", "low", "high", "evidence", "verdict")
+        words = [f"{name}:{self.row[name].replace(' ', '_')}" for name in last]
+        show(f"experiment {' '.join(words)}\n")
+        return int(self.row["verdict"] != "better")
+
+
+# ---- command line --------------------------------------------------------------------------------
+def lock_folder(args: Namespace) -> Machine:
+    """Keep other experiments out of the folder, and count what may run at a time."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    lock = open(args.out / "lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f"an experiment is running in {args.out}: wait, or set --out") from None
+    if not (args.out / "data").is_symlink():  # where the script looks for the demo's builder
+        (args.out / "data").symlink_to(SCRIPT.with_name("data"))
+    num_gpus = 0 if os.environ.get("DEVICE") == "cpu" else torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+    gpus = [] if args.launch else visible.split(",")[:num_gpus]
+    if num_gpus == 0:
+        args.environ.setdefault("OMP_NUM_THREADS", "1")
+    cores = 1 if args.launch else max(1, (os.cpu_count() or 2) - 1)
+    command = shlex.split(args.launch) or [sys.executable]
+    return Machine(args.jobs or len(gpus) or cores, gpus, command, lock)
+
+
+def prepare(args: Namespace) -> Experiment:
+    """Check all that can be checked before training."""
+    own = dict(word.partition("=")[::2] for word in args.set)
+    if taken := [name for name in SET_PER_RUN if name in (*os.environ, *own)]:
+        raise ValueError(f"{taken[0]} is set for each run: unset it, and use --seeds and --out")
+    args.environ = {**(QUICK if args.quick else {}), **os.environ}
+    args.machine, args.ledger = lock_folder(args), args.out / "ledger.tsv"
+    change = write_scripts(args)
+    baseline = prepare_side("baseline", args.out / "baseline.py", {}, args)
+    candidate = prepare_side("candidate", args.out / "candidate.py", own, args)
+    if baseline.folder == candidate.folder:
+        raise ValueError("nothing to compare: edit train_gpt.py, or use --set or --recipes")
+    knobs = [name for name in map(str.upper, asdict(baseline.hp)) if name in args.environ]
+    row = {"date": time.strftime("%Y-%m-%d"), "commit": git("rev-parse", "--short", "HEAD").strip()}
+    row |= {"change": change, "knobs": " ".join(f"{name}={args.environ[name]}" for name in knobs)}
+    row |= {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
+    # A baseline that was chosen for its losses with some seeds looks too good with them.
+    used = [old for old in read_ledger(args.ledger) if old["candidate"] == row["baseline"]]
+    first = max((int(old["first_seed"]) + int(old["pairs"]) for old in used), default=1)
+    seeds = list(dict.fromkeys(args.seeds or range(first, first + max(args.until_sure, 1))))
+    row["first_seed"] = str(seeds[0])
+    show(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}\n")
+    note = "" if args.seeds or first == 1 else "; earlier ones chose this baseline"
+    show(f"seeds: {seeds[0]} to {seeds[-1]}{note}. Runs at a time: {args.machine.jobs}\n")
+    return Experiment(args, [(Run(baseline, seed), Run(candidate, seed)) for seed in seeds], row)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="150 steps, as in README.md")
+    add("--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE")
+    add("--recipes", nargs="+", default=[], metavar="NAME", help="see tests/recipes")
+    add("--base", type=Path, metavar="FILE", help="the baseline's script")
+    add("--launch", default="", metavar="COMMAND", help='for example "torchrun --standalone"')
+    add("--seeds", type=int, nargs="+", metavar="N", help="train exactly these pairs")
+    add("--until-sure", type=int, default=8, metavar="N", help="at most N pairs (default: 8)")
+    add("--by", type=float, default=0.005, help="gain that counts (default: 0.005)")
+    add("--jobs", type=int, metavar="N", help="runs at a time (default: one per GPU or core)")
+    add("--out", type=Path, default=Path("out/experiments"), metavar="FOLDER")
+    add("--worth", action="store_true", help="say what the gain is worth in steps")
+    args = parser.parse_args(arguments)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup sets that
+            signal.signal(signum, signal.default_int_handler)
+    try:
+        experiment = prepare(args)
+        runs = [run for i, pair in enumerate(experiment.pairs) for run in pair[:: (-1) ** i]]
+        train(runs, args.machine, experiment.is_over)
+        return experiment.report()
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from here", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"experiment.py: {error}", file=sys.stderr)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
