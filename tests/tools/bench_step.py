@@ -67,7 +67,8 @@ def main() -> None:
         report = print if runtime.rank == 0 else str
         state = train_gpt.new_state(hp, runtime)
         attention = train_gpt.attention_backends(runtime.device, hp.train_seq_len)[0].name
-        report(f"{runtime.device} {runtime.dtype} compile:{runtime.compiled} {attention}")
+        settings = f"slots:{hp.batch_slots} compile:{runtime.compiled} {attention}"
+        report(f"{runtime.device} {runtime.dtype} {settings}")
         if runtime.device.type == "cuda":
             for _ in range(2):  # the first one makes the optimizers' state
                 train_gpt.train_step(state)

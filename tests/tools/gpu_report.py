@@ -1,9 +1,8 @@
-"""Measure the trainer on a GPU, in at most ten minutes, without network or FineWeb.
+"""Measure the trainer on an idle GPU within ten minutes, offline. Writes gpu_report.md.
 
-    python tests/tools/gpu_report.py
-    DEVICE=cpu python tests/tools/gpu_report.py --tiny    a trial without a GPU, in a minute
-
-Writes gpu_report.md. Start it in the folder of train_gpt.py, with nothing else on the GPU."""
+python tests/tools/gpu_report.py
+DEVICE=cpu python tests/tools/gpu_report.py --tiny    a trial without a GPU, in a minute
+"""
 
 import os
 import re
@@ -19,6 +18,7 @@ from trained import SCRIPT, load_script
 TOOLS = Path(__file__).resolve().parent
 DEMO = "PRESET=demo BATCH_SLOTS=8 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
 TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIONS=5"
+HEAD = "Send this file in an issue or a pull request.\n\n| part | result | seconds |\n|---|---|---|"
 # Name; second at which it is stopped; arguments of Python; knobs; last lines of output to show.
 PARTS = [
     ("as trained", 140, [TOOLS / "bench_step.py"], "", 5),
@@ -54,24 +54,20 @@ def compare() -> None:
 def main() -> int:
     """Write the report. Returns the exit code."""
     gpu = getoutput("nvidia-smi --query-gpu=name,driver_version --format=csv,noheader")
-    report = (
-        f"{gpu}, torch {torch.__version__}, commit {getoutput('git describe --always --dirty')}"
-    )
-    report += "\n\nTo send this in, open an issue or a pull request with this file.\n\n"
-    report += "| part | result | seconds |\n|---|---|---|\n"
+    facts = f"{gpu}, torch {torch.__version__}, commit {getoutput('git describe --always --dirty')}"
+    report = f"{facts}\n\n{HEAD}\n"
     more, begin, code = TINY if "--tiny" in sys.argv else "", time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
-        for name, end, command, knobs, num_lines in PARTS:
-            texts = f"{more} {knobs} OUTPUT_DIR={folder}".split()
-            environ = os.environ | dict(text.split("=") for text in texts)
+        for name, end, command, texts, num_lines in PARTS:
+            knobs = dict(k.split("=") for k in f"{more} {texts} OUTPUT_DIR={folder}".split())
             started = time.monotonic()
-            settings = {"env": environ, "timeout": begin + end - started, "check": True}
+            settings = {"env": os.environ | knobs, "timeout": begin + end - started, "check": True}
             try:
                 done = run([sys.executable, *command], capture_output=True, text=True, **settings)
-                result = "; ".join(done.stdout.strip().split("\n")[-num_lines:])
+                result = "; ".join(done.stdout.splitlines()[-num_lines:])
             except CalledProcessError as error:
-                code, lines = 1, (error.stdout + error.stderr).strip().split("\n")
-                result = f"FAILED: {lines[-1]}"
+                text = f"exit code {error.returncode}\n{error.stdout}{error.stderr}"
+                code, result = 1, f"FAILED: {text.splitlines()[-1]}"
             except TimeoutExpired:
                 code, result = 1, "FAILED: it took too long"
             report += f"| {name} | {result} | {time.monotonic() - started:.0f} |\n"
