@@ -22,10 +22,10 @@ HEAD = "Send this file in an issue or a pull request.\n\n| part | result | secon
 # Name; second at which it is stopped; arguments of Python; knobs; last lines of output to show.
 PARTS = [
     ("as trained", 140, [TOOLS / "bench_step.py"], "", 5),
-    ("without cuDNN's attention", 210, [TOOLS / "bench_step.py", "--without-cudnn"], "", 5),
-    ("without torch.compile", 260, [TOOLS / "bench_step.py"], "COMPILE=0", 5),
-    ("export of the default model", 270, [__file__, "export"], "", 3),
-    ("demo", 335, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
+    ("without cuDNN's attention", 230, [TOOLS / "bench_step.py", "--without-cudnn"], "", 5),
+    ("without torch.compile", 270, [TOOLS / "bench_step.py"], "COMPILE=0", 5),
+    ("export of the default model", 280, [__file__, "export"], "", 3),
+    ("demo", 345, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
     ("demo on the CPU", 455, [SCRIPT], f"{DEMO} RUN_ID=cpu DEVICE=cpu", 1),
     ("training losses of the two", 465, [__file__, "compare"], "", 1),
     ("tests marked gpu", 590, ["-m", "pytest", "-q", "-n0", "-m", "gpu", TOOLS.parent], "", 1),
