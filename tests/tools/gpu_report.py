@@ -27,7 +27,7 @@ PARTS = [
     ("export of the default model", 280, [__file__, "export"], "", 3),
     ("demo", 345, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
     ("demo on the CPU", 455, [SCRIPT], f"{DEMO} RUN_ID=cpu DEVICE=cpu", 1),
-    ("training losses of the two", 465, [__file__, "compare"], "", 1),
+    ("training losses of the two", 475, [__file__, "compare"], "", 1),
     ("tests marked gpu", 590, ["-m", "pytest", "-q", "-n0", "-m", "gpu", TOOLS.parent], "", 1),
 ]
 
