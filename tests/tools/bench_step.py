@@ -5,8 +5,8 @@
 
 Knobs come from the environment, as for a training. Both start with the same weights, read the same
 shards of random tokens and compute in the same dtype. They take turns, so that other load on the
-machine slows both. Prints for each the median time of a step and tokens per second, then the ratio,
-which is the result.
+machine slows both. Prints the settings, the peak memory of the trainer's step (on a GPU), for each
+the median time of a step and tokens per second, and last the ratio, which is the result.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -50,7 +51,12 @@ def measure(steps: dict[str, Callable], rounds: int, device: torch.device) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
-    rounds = parser.parse_args().rounds
+    flash_help = "use FlashAttention on Hopper, too"
+    parser.add_argument("--without-cudnn", action="store_true", help=flash_help)
+    args = parser.parse_args()
+    if args.without_cudnn:
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        train_gpt.attention_backends = lambda device, seq_len: backends
     with tempfile.TemporaryDirectory() as folder:
         hp = Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
         rng = np.random.default_rng(0)
@@ -60,6 +66,15 @@ def main() -> None:
         runtime = train_gpt.open_runtime(hp)
         report = print if runtime.rank == 0 else str
         state = train_gpt.new_state(hp, runtime)
+        attention = train_gpt.attention_backends(runtime.device, hp.train_seq_len)[0].name
+        settings = f"slots:{hp.batch_slots} compile:{runtime.compiled} {attention}"
+        report(f"{runtime.device} {runtime.dtype} {settings}")
+        if runtime.device.type == "cuda":
+            for _ in range(2):  # the first one makes the optimizers' state
+                train_gpt.train_step(state)
+            report(
+                f"memory   {torch.cuda.max_memory_allocated() >> 20:9} MiB at the trainer's peak"
+            )
         plain_gpt = plain_model = PlainGPT.like(state.gpt, hp).to(runtime.device)
         optimizers = PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
         if dist.is_initialized():
@@ -71,7 +86,7 @@ def main() -> None:
             "trainer": lambda: train_gpt.train_step(state),
             "plain": lambda: plain_step(plain_model, optimizers, slots, A),
         }
-        times = measure(steps, rounds, runtime.device)
+        times = measure(steps, args.rounds, runtime.device)
         for name, ms in times.items():
             per_second = 1000 * hp.train_batch_tokens / ms
             report(f"{name:8} {ms:9.1f} ms/step {per_second:9.0f} tokens/s")
