@@ -9,8 +9,9 @@ import sys
 
 import pytest
 import torch
-from edits import EDITS, TOGETHER, edit_script
+from edits import EDITS, README, TOGETHER, edit_script
 from runs import ALONE, ROOT, SCRIPT, failed, process_environ, run_ranks
+from scripts import NAMES, RECIPES, RECORDS
 from torch import nn
 
 import train_gpt
@@ -96,6 +97,23 @@ def test_the_edits_fit_the_script(names):
     source = SCRIPT.read_text()
     before, after = (ast.dump(ast.parse(text)) for text in (source, edit_script(source, names)))
     assert after != before
+
+
+@pytest.mark.baseline
+def test_the_readme_shows_its_edits():
+    lines = {line.strip() for line in (ROOT / "README.md").read_text().splitlines()}
+    for old, new in (pair for name in README for pair in EDITS[name].items()):
+        assert new.removeprefix(old).strip() in lines
+
+
+@pytest.mark.baseline
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply")
+@pytest.mark.parametrize("name", sorted({*NAMES, *RECORDS}))
+def test_recipes_apply_on_top_of_the_edits_of_the_readme(tmp_path, name):
+    (tmp_path / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), README))
+    command = ["git", "apply", *(RECIPES / f"{patch}.patch" for patch in RECORDS.get(name, [name]))]
+    result = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.baseline

@@ -17,19 +17,22 @@ RELU_SQUARED = """\
 """
 BEFORE_INIT = "        self.init_weights()\n\n"
 LAST_NORM = "        logits = self.output(rms_norm(x).flatten(0, 1))\n"
-OUTPUT = '        """The output layer, tied or not: (n, D) -> (n, V)."""\n'
 GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
 NORM = "        x = x0 = rms_norm(x)\n"
-SCHEDULED = "    if hp.warmdown_frac > 0:\n"
+KEYS = "        self.c_k = CastedLinear(D, kv_dim, bias=False)\n"
+ROTATED = "        k = apply_rotary(rms_norm(k), cos, sin)\n"
+WARMDOWN = "return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)\n"
+README = ["half_skips", "schedule", "key_gain"]  # the edits that it shows
 EDITS = {  # old text and new
-    "leaky_relu": {"F.relu(x).square()": "F.leaky_relu(x, 0.5).square()"},
-    "schedule": {
-        SCHEDULED: "    return min((1 - progress(hp, step, elapsed_ms)) / 0.5, 1.0)\n" + SCHEDULED
+    "half_skips": {
+        "skip_weights = torch.ones(self.num_encoder_layers, D)": (
+            "skip_weights = torch.full((self.num_encoder_layers, D), 0.5)"
+        )
     },
-    "final_gain": {
-        BEFORE_INIT: f"        self.final_gain = nn.Parameter(torch.ones(D))\n{BEFORE_INIT}",
-        OUTPUT: f"{OUTPUT}        x = x * self.final_gain.to(x.dtype)\n",
-        GROUPS: f'{GROUPS}OPTIMIZER_GROUPS |= {{"final_gain": "scalar"}}\n',
+    "schedule": {WARMDOWN: WARMDOWN.replace("\n", " ** 2\n")},
+    "key_gain": {
+        KEYS: f"{KEYS}        self.k_gain = nn.Parameter(torch.ones(D // hp.num_heads))\n",
+        ROTATED: f"{ROTATED}        k = k * self.k_gain.to(x.dtype)\n",
     },
     "silu": {"F.relu(x).square()": "F.silu(x)"},
     "swiglu": {
@@ -76,9 +79,7 @@ EDITS = {  # old text and new
         )
     },
 }
-TOGETHER = [
-    "final_gain", "swiglu", "untied", "output_gate", "codec", "dropout", "ten_layers", "schedule",
-]  # fmt: skip
+TOGETHER = [*README, "swiglu", "untied", "output_gate", "codec", "dropout", "ten_layers"]
 
 
 def edit_script(source: str, names: list[str]) -> str:
