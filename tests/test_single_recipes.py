@@ -391,7 +391,7 @@ def plain_logits(gpt: nn.Module, names: str, ids: list[int], order: list[int]) -
             if "skip_gates" in names:
                 gate = torch.sigmoid(gpt.skip_weights_gate[row])
                 kept, added = gate * kept, (1 - gate) * added
-            lanes = [kept + added, lanes[1] if has_lanes and layer > 3 else kept + added]
+            lanes = [kept + added, lanes[1] if has_lanes else kept + added]
         scale = (layer + 1) ** -0.5 if "partial_rope" in names else 1
         mixed = block.resid_mix[0] * lanes[0] + block.resid_mix[1] * x0
         y = plain_attention(gpt, names, layer, scale * rms_norm(mixed), values)
