@@ -3,16 +3,21 @@
 import functools
 import itertools
 import re
+from dataclasses import asdict
+from typing import Any
 
 import pytest
+import recipe
 import torch
-from recipe import RECORDS
+from recipe import PATCHES, RECORDS
 from runs import ALONE, Lines, finished, run_here, run_ranks
-from scripts import knobs_of, load, patch_script, random_model, randomize
+from scripts import NAMES, knobs_of, load, patch_script, random_model, randomize
 from texts import train_tokenizer, write_shard
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from trained import load_script
 
+import train_gpt
 from train_gpt import apply_rotary, attend, rms_norm, rotary_tables
 
 pytestmark = pytest.mark.baseline
@@ -278,6 +283,33 @@ def test_the_quantizers_knobs_reach_the_artifact(tmp_path, monkeypatch):
     for bad in ({"EMBED_LEVELS": "128"}, {"MATRIX_LEVELS": "0"}, {"SD_CLIP_MLP": "0"}):
         with pytest.raises(module.InputError, match=next(iter(bad))):
             module.Hyperparameters.from_env(bad)
+
+
+@pytest.fixture(scope="module")
+def defaults(tmp_path_factory) -> dict[str, Any]:
+    """Of all knobs of all recipes."""
+    names = [name for name in NAMES if name != "value_residual"]  # has none, excludes others
+    script = load_script(patch_script(tmp_path_factory.mktemp("every"), names))
+    return asdict(script.Hyperparameters())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "record"])
+def test_the_page_names_each_knob_and_its_default(defaults, name):
+    """NAME=value is a default, unless "with" comes before it or an earlier one gave the default."""
+    page = (recipe.RECIPES / "README.md").read_text(encoding="utf-8")
+    section = re.search(rf"^### {name}\n(.*?)(?=^#|\Z)", page, re.M | re.S)
+    text = " ".join(section[1].split())
+    pair = r"\b([A-Z][A-Z\d_]+)=(\S*\w)"
+    stated: dict[str, Any] = {}
+    for knob, value in re.findall(pair, re.sub(rf"\b[Ww]ith( {pair}\S*)+", "", text)):
+        kind = type(defaults[knob.lower()])
+        stated.setdefault(knob.lower(), train_gpt.parse_knob(knob, kind, value))
+    assert stated == {knob: defaults[knob] for knob in stated}
+    patch = PATCHES[name].read_text()
+    new = defaults.keys() - {*vars(train_gpt.Hyperparameters())}
+    assert {knob.upper() for knob in new if f"\n+    {knob}: " in patch} <= {
+        *re.findall(r"\w+", text)
+    }
 
 
 @pytest.mark.parametrize("name", ["smear_gate", "document_mask"])
