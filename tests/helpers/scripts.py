@@ -21,6 +21,7 @@ KNOBS = {
     "gptq": {"GPTQ_BATCHES": "2"},
     "lora_ttt": {"LORA_CHUNK": "8", "LORA_DOCUMENTS": "2"},
     "min_lr": {"MIN_LR": "0.5"},
+    "ngram_tilt": {"TILT_TOKENS": "2", "TILT_SHARE": "0.5"},
     "score_first_ttt": {"TTT_CHUNK_TOKENS": "300", "TTT_LR": "0.05"},
 }
 
