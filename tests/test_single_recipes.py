@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -197,8 +197,9 @@ def test_gptq_lowers_the_error_of_the_outputs(tmp_path, monkeypatch):
     scale = weight.abs().amax(dim=1) / 7
     plain = (weight / scale[:, None]).round()
     diagonal = torch.arange(200.0).diag()  # the first input is always 0
-    assert torch.equal(module.gptq_values(weight, scale, 7, diagonal), plain.to(torch.int8))
-    gptq = module.gptq_values(weight, scale, 7, x.T @ x)
+    scales, levels = scale[:, None].expand_as(weight), torch.full_like(weight, 7)
+    assert torch.equal(module.gptq_values(weight, scales, levels, diagonal), plain.to(torch.int8))
+    gptq = module.gptq_values(weight, scales, levels, x.T @ x)
     errors = [((values * scale[:, None] - weight) @ x.T).norm() for values in (plain, gptq)]
     assert errors[1] < 0.8 * errors[0] and gptq.abs().max() <= 7
 
@@ -242,6 +243,49 @@ def test_gptq_lowers_the_error_of_each_layer(tmp_path, knobs, monkeypatch):
     torch.nn.init.constant_(gpt.tok_emb.weight, torch.inf)
     assert module.export(gpt, hp, runtime)
     assert "WARNING: GPTQ failed" in runtime.log.text
+
+
+def test_awq_rounds_the_most_salient_columns_finer(tmp_path, knobs, monkeypatch):
+    """Of all matrices of the blocks: eight adjacent columns, found by brute force. Layer 1 runs
+    twice, so it reads more inputs, which must not count."""
+    module = load(patch_script(tmp_path, ["gptq", "int6", "depth_recurrence"]), monkeypatch)
+    monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)
+    settings = {"GPTQ_BATCHES": "2", "LOOP_FIRST": "1", "LOOP_LAYERS": "1", "LOOP_TIMES": "3"}
+    runtime = replace(ALONE, log=Lines())
+    objs = []
+    for columns in ("0", "8"):
+        environ = {**knobs, **settings, "AWQ_COLUMNS": columns}
+        gpt = random_model(module, environ)
+        gpt.blocks[1].mlp.proj.weight.data *= 0.9  # else the most salient, by its inputs' number
+        gpt.blocks[2].attn.c_v.weight.data[:, 16:24] *= 3
+        objs.append(module.deserialize(module.export(gpt, gpt.hp, runtime)[0], ""))
+    inputs = {}
+    for name, layer in gpt.blocks.named_modules():
+        if isinstance(layer, module.CastedLinear):
+            found = inputs[f"blocks.{name}.weight"] = []
+            layer.register_forward_hook(lambda _, args, y, found=found: found.append(args[0]))
+    loader = module.DistributedTokenLoader(gpt.hp.files("train"), 0, 1, "cpu")
+    with torch.no_grad():
+        for _ in range(2):
+            gpt.logits(loader.next_batch(512, 32, 8)[0])
+    saliency = {}
+    for name, parts in inputs.items():
+        x, weight = torch.cat(parts).flatten(0, -2), gpt.state_dict()[name]
+        for start in range(0, weight.size(1), 8):
+            columns = range(start, start + 8)
+            sizes = [x[:, c].square().mean() ** 0.5 * weight[:, c].abs().mean() for c in columns]
+            saliency[name, start] = sum(sizes)
+    name, start = max(saliency, key=saliency.get)
+    assert objs[1]["awq"] == [(name, start, start + 8, 4)] and "awq" not in objs[0]
+    plain, finer = map(module.dequantize_state_dict_int8, objs)
+    values = objs[1]["quantized"][name].abs()
+    part = values[:, start : start + 8].amax()
+    values[:, start : start + 8] = 0
+    assert values.amax() <= 31 < part <= 124
+    x, weight = torch.cat(inputs[name]).flatten(0, -2), gpt.state_dict()[name]
+    errors = [((found[name] - weight) @ x.T).norm() for found in (plain, finer)]
+    assert errors[1] < 0.95 * errors[0]
+    assert all(torch.equal(plain[other], finer[other]) for other in plain if name[:13] not in other)
 
 
 def test_muoneq_r_divides_the_rows_in_fp32(tmp_path, monkeypatch):
