@@ -107,6 +107,7 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
         ("record", 35_943_512, [0, 1, 2, 3, 4, 5, 4], [5, 4, 5, 6, 7, 8, 9, 10]),
         ("record1493", 35_944_536, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
         ("record1855", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
+        ("record2014", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
         ("record2135", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
     ],
 )
@@ -397,6 +398,65 @@ def test_loops_begin_during_the_run(tmp_path, knobs, compiled, monkeypatch):
     finished(run_here(tmp_path, {**knobs, **settings}, module))
     assert numbers == [3, 3, 7, 7, 3, 3, 3, 7, 7, 7]
     assert graphs[3:] == 7 * [graphs[3]] and (graphs[0] < graphs[2]) == (compiled == "1")
+
+
+@pytest.mark.recipes
+def test_each_stage_of_a_run_is_compiled_in_the_warm_up(tmp_path, knobs, monkeypatch):
+    names = ["document_mask", "depth_recurrence", "context_growth"]
+    module = load(patch_script(tmp_path, names), monkeypatch)
+    stages, graphs = [], []
+
+    def train_step(state, train_step=module.train_step):
+        stages.append((len(state.gpt.order), state.hp.train_seq_len))
+        loss = train_step(state)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return loss
+
+    monkeypatch.setattr(module, "train_step", train_step)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    settings = {"COMPILE": "1", "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "20", "ITERATIONS": "20"}
+    finished(run_here(tmp_path, {**knobs, **settings, "WHOLE_DOCUMENTS": "1"}, module))
+    run = [stage for stage, _ in itertools.groupby(stages[20:])]
+    assert run == [(3, 8), (3, 16), (5, 16), (5, 32)]
+    assert run == [stage for stage, _ in itertools.groupby(stages[:20])]
+    assert graphs[19:] == 21 * [graphs[19]]
+
+
+@pytest.mark.parametrize("whole", ["0", "1"])
+def test_the_context_grows_during_the_run(tmp_path, knobs, whole, monkeypatch):
+    """Each step reads the same tokens: the first has the loss of a run with the first length.
+    Validation and calibration see whole sequences."""
+    names = ["document_mask", "context_growth", "gptq"]
+    growing = load(patch_script(tmp_path / "growing", names), monkeypatch)
+    constant = load(patch_script(tmp_path / "constant", names[:1]), monkeypatch)
+    seen = {True: [], False: []}  # width of a row and longest document, by training
+
+    def logits(gpt, input_ids, logits=growing.GPT.logits):
+        seen[gpt.training].append((input_ids.size(1), gpt.hp.train_seq_len))
+        return logits(gpt, input_ids)
+
+    monkeypatch.setattr(growing.GPT, "logits", logits)
+    settings = {**knobs, "WHOLE_DOCUMENTS": whole, "GPTQ_BATCHES": "1", "WARMUP_STEPS": "4"}
+    settings |= {"CONTEXT_GROWTH": "0.25:0.3,0.5:0.6", "ITERATIONS": "5", "VAL_LOSS_EVERY": "1"}
+    losses = [
+        re.findall(r"step:1/.*train_loss:(\S+)", "\n".join(finished(run_here(tmp_path, *run))))
+        for run in [(settings, growing), ({**settings, "TRAIN_SEQ_LEN": "8"}, constant)]
+    ]
+    assert losses[0] == losses[1]
+    lengths = [8, 16, 32, 32, 8, 8, 16, 32, 32]  # the warm-up is at 0, 1/3, 2/3 and 1
+    assert seen[True] == [(64 if whole == "1" else n, n) for n in lengths for _ in range(8)]
+    assert {*seen[False]} == {(32, 32)}
+
+
+def test_a_context_that_does_not_divide_a_slot_is_refused(tmp_path, knobs, monkeypatch):
+    module = load(patch_script(tmp_path, ["context_growth"]), monkeypatch)
+    for bad, words in {
+        "0.3:0.5": "divide a slot of 64",
+        "0:1": "divide",
+        "0.5": "a finite number",
+    }.items():
+        with pytest.raises(module.InputError, match=f"CONTEXT_GROWTH=.*{words}"):
+            module.Hyperparameters.from_env({**knobs, "CONTEXT_GROWTH": bad})
 
 
 # ---- The model, by the formulas of the recipes ---------------------------------------------------
