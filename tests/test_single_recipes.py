@@ -3,8 +3,8 @@
 import functools
 import itertools
 import re
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_type_hints
 
 import pytest
 import recipe
@@ -332,11 +332,11 @@ def test_the_quantizers_knobs_reach_the_artifact(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def defaults(tmp_path_factory) -> dict[str, Any]:
-    """Of all knobs of all recipes."""
+def defaults(tmp_path_factory) -> train_gpt.Hyperparameters:
+    """Knobs of all recipes."""
     names = [name for name in NAMES if name != "value_residual"]  # has none, excludes others
     script = load_script(patch_script(tmp_path_factory.mktemp("every"), names))
-    return asdict(script.Hyperparameters())
+    return script.Hyperparameters()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "record"])
@@ -346,16 +346,16 @@ def test_the_page_names_each_knob_and_its_default(defaults, name):
     section = re.search(rf"^### {name}\n(.*?)(?=^#|\Z)", page, re.M | re.S)
     text = " ".join(section[1].split())
     pair = r"\b([A-Z][A-Z\d_]+)=(\S*\w)"
+    types = get_type_hints(type(defaults))
     stated: dict[str, Any] = {}
     for knob, value in re.findall(pair, re.sub(rf"\b[Ww]ith( {pair}\S*)+", "", text)):
-        kind = type(defaults[knob.lower()])
-        stated.setdefault(knob.lower(), train_gpt.parse_knob(knob, kind, value))
-    assert stated == {knob: defaults[knob] for knob in stated}
+        value = train_gpt.parse_knob(knob, types[knob.lower()], value)
+        stated.setdefault(knob.lower(), value)
+    assert stated == {knob: getattr(defaults, knob) for knob in stated}
     patch = PATCHES[name].read_text()
-    new = defaults.keys() - {*vars(train_gpt.Hyperparameters())}
-    assert {knob.upper() for knob in new if f"\n+    {knob}: " in patch} <= {
-        *re.findall(r"\w+", text)
-    }
+    new = {*types} - {*get_type_hints(train_gpt.Hyperparameters)}
+    added = {knob.upper() for knob in new if f"\n+    {knob}: " in patch}
+    assert added <= {*re.findall(r"\w+", text)}
 
 
 @pytest.mark.parametrize("name", ["smear_gate", "document_mask"])
