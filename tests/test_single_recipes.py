@@ -563,6 +563,27 @@ def test_logits_are_those_of_a_plain_version(tmp_path, names, knobs, monkeypatch
             gpt.set_looping(False)
 
 
+def test_positive_and_negative_logits_have_their_own_caps(tmp_path, monkeypatch):
+    """Both are LOGIT_SOFTCAP at first. Adam trains their logarithms."""
+    module = load(patch_script(tmp_path, ["asymmetric_cap"]), monkeypatch)
+    plain, gpt = (
+        random_model(script, {"NUM_LAYERS": "1", "MODEL_DIM": "32"})
+        for script in (train_gpt, module)
+    )
+    ids = torch.tensor([[1, *range(5, 12)]])
+    fresh = module.GPT(gpt.hp).log_caps
+    assert fresh.exp().tolist() == pytest.approx([30, 30])
+    assert any(
+        fresh.shape == param.shape for param in module.parameter_groups(gpt, gpt.hp)["scalar"]
+    )
+    x = plain.logits(ids)
+    raw = 30 * torch.atanh(x / 30)
+    caps = {"log_caps": torch.tensor([40.0, 2.0]).log()}
+    gpt.load_state_dict({**plain.state_dict(), **caps})
+    expected = torch.where(x > 0, 40 * torch.tanh(raw / 40), 2 * torch.tanh(raw / 2))
+    torch.testing.assert_close(gpt.logits(ids), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_new_parameters_begin_as_documented(tmp_path, monkeypatch):
     """Adam trains those that are not matrices, and they stay fp32."""
     module = load(patch_script(tmp_path, STACK.split()), monkeypatch)
