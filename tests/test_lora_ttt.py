@@ -74,13 +74,14 @@ def plain_loss(
     """What the recipe's loss should be: one document at a time, in the unpatched model with dense
     matrices W + B @ A. Only the first A are the recipe's own. keep: a later document starts with
     the A of the one before."""
-    hp, chunk = gpt.hp, gpt.hp.lora_chunk
+    hp, context = gpt.hp, gpt.hp.lora_context or T
     # A tied output is a copy of the embedding, which the adapters do not change.
     weights = {"lm_head.weight": gpt.tok_emb.weight, **gpt.state_dict()}
     weights = {name: weight.detach().clone() for name, weight in weights.items()}
-    model = GPT(replace(hp, tie_embeddings=False), gpt.dtype)
+    model = GPT(replace(hp, tie_embeddings=False, train_seq_len=context), gpt.dtype)
     names = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     assert len(names) == 6 * hp.num_layers + 1
+    names = [name for name in names if name.split(".")[-2] not in hp.lora_skip]
     adapted = copy.deepcopy(gpt)
     patched.add_lora(adapted, 1)
     layers = [adapted.get_submodule(name.removesuffix(".weight")) for name in names]
@@ -90,12 +91,15 @@ def plain_loss(
     for document in documents:
         As = [nn.Parameter(A.clone()) for A in first]
         Bs = [nn.Parameter(torch.zeros(len(weights[name]), hp.lora_rank)) for name in names]
-        settings = {"betas": (0.0, 0.99), "eps": 1e-10, "weight_decay": 0.5}
+        settings = {"betas": (0.0, 0.99), "eps": 1e-10, "weight_decay": hp.lora_weight_decay}
         optimizer = torch.optim.AdamW([*As, *Bs], lr, **settings)
         num_targets = len(document) - 1
+        chunk = hp.lora_chunk
+        if hp.lora_short_chunks:
+            chunk = 2 if num_targets <= 6 else 3 if num_targets <= 13 else chunk
         for start in range(0, num_targets, chunk):
             end = min(start + chunk, num_targets)
-            window = document[max(start + chunk - T, 0) : end + 1][None].long()
+            window = document[max(start + chunk - context, 0) : end + 1][None].long()
             dense = {n: weights[n] + scale * B @ A for n, A, B in zip(names, As, Bs, strict=True)}
             arguments = (window[:, :-1], window[:, 1:], "none")
             losses = torch.func.functional_call(model, {**weights, **dense}, arguments)
@@ -135,6 +139,23 @@ def test_the_loss_is_that_of_a_plain_version(patched, lora_knobs, tied, chunk, t
         loss = loss_of(patched, gpt, tokens, lora_documents=size)
         assert loss == pytest.approx(learned, abs=1e-5)
     assert learned < alone - 0.02
+
+
+@pytest.mark.parametrize(
+    "changes", ["CONTEXT=24", "SKIP=c_k,fc", "SKIP=lm_head", "WEIGHT_DECAY=200", "SHORT_CHUNKS=1"]
+)
+def test_a_knob_does_what_a_plain_version_does(patched, gpt, lora_knobs, changes, monkeypatch):
+    monkeypatch.setattr(patched, "LORA_SHORT_CHUNKS", ((6, 2), (13, 3)))
+    knob, value = f"LORA_{changes}".split("=")
+    changed = random_model(patched, {**lora_knobs, knob: value})
+    loss = loss_of(patched, changed, WHOLE, lora_documents=1)
+    assert loss == pytest.approx(plain_loss(patched, changed, split(WHOLE), 5e-4), abs=1e-5)
+    assert abs(loss - loss_of(patched, gpt, WHOLE, lora_documents=1)) > 1e-4
+
+
+def test_an_unknown_layer_is_refused(patched):
+    with pytest.raises(patched.InputError, match="LORA_SKIP.*must be some of c_q, c_k, c_v, proj"):
+        patched.Hyperparameters.from_env({"LORA_SKIP": "c_k,k"})
 
 
 def plain_step(

@@ -21,7 +21,7 @@ STACK = ["int6", "ema", "xsa", "leaky_relu", "muon_weight_decay"]
 BEST = "bigram_hash smear_gate value_residual xsa ema muoneq_r leaky_relu muon_weight_decay".split()
 # Recipes that change only the artifact, and those that change only the final score.
 EXPORT = ["gptq", "int6", "rans", "sd_clip"]
-TEST_TIME = ["lora_ttt", "score_first_ttt"]
+TEST_TIME = ["lora_ttt", "ngram_tilt", "score_first_ttt"]
 Result = tuple[float, bytes, bytes]
 
 

@@ -3,16 +3,21 @@
 import functools
 import itertools
 import re
+from dataclasses import replace
+from typing import Any, get_type_hints
 
 import pytest
+import recipe
 import torch
-from recipe import RECORDS
+from recipe import PATCHES, RECORDS
 from runs import ALONE, Lines, finished, run_here, run_ranks
-from scripts import knobs_of, load, patch_script, random_model, randomize
+from scripts import NAMES, knobs_of, load, patch_script, random_model, randomize
 from texts import train_tokenizer, write_shard
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from trained import load_script
 
+import train_gpt
 from train_gpt import apply_rotary, attend, rms_norm, rotary_tables
 
 pytestmark = pytest.mark.baseline
@@ -102,6 +107,8 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
         ("record", 35_943_512, [0, 1, 2, 3, 4, 5, 4], [5, 4, 5, 6, 7, 8, 9, 10]),
         ("record1493", 35_944_536, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
         ("record1855", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
+        ("record2014", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
+        ("record2135", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
     ],
 )
 def test_a_record_is_the_published_model(
@@ -191,8 +198,9 @@ def test_gptq_lowers_the_error_of_the_outputs(tmp_path, monkeypatch):
     scale = weight.abs().amax(dim=1) / 7
     plain = (weight / scale[:, None]).round()
     diagonal = torch.arange(200.0).diag()  # the first input is always 0
-    assert torch.equal(module.gptq_values(weight, scale, 7, diagonal), plain.to(torch.int8))
-    gptq = module.gptq_values(weight, scale, 7, x.T @ x)
+    scales, levels = scale[:, None].expand_as(weight), torch.full_like(weight, 7)
+    assert torch.equal(module.gptq_values(weight, scales, levels, diagonal), plain.to(torch.int8))
+    gptq = module.gptq_values(weight, scales, levels, x.T @ x)
     errors = [((values * scale[:, None] - weight) @ x.T).norm() for values in (plain, gptq)]
     assert errors[1] < 0.8 * errors[0] and gptq.abs().max() <= 7
 
@@ -238,6 +246,49 @@ def test_gptq_lowers_the_error_of_each_layer(tmp_path, knobs, monkeypatch):
     assert "WARNING: GPTQ failed" in runtime.log.text
 
 
+def test_awq_rounds_the_most_salient_columns_finer(tmp_path, knobs, monkeypatch):
+    """Of all matrices of the blocks: eight adjacent columns, found by brute force. Layer 1 runs
+    twice, so it reads more inputs, which must not count."""
+    module = load(patch_script(tmp_path, ["gptq", "int6", "depth_recurrence"]), monkeypatch)
+    monkeypatch.setattr(module, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)
+    settings = {"GPTQ_BATCHES": "2", "LOOP_FIRST": "1", "LOOP_LAYERS": "1", "LOOP_TIMES": "3"}
+    runtime = replace(ALONE, log=Lines())
+    objs = []
+    for columns in ("0", "8"):
+        environ = {**knobs, **settings, "AWQ_COLUMNS": columns}
+        gpt = random_model(module, environ)
+        gpt.blocks[1].mlp.proj.weight.data *= 0.9  # else the most salient, by its inputs' number
+        gpt.blocks[2].attn.c_v.weight.data[:, 16:24] *= 3
+        objs.append(module.deserialize(module.export(gpt, gpt.hp, runtime)[0], ""))
+    inputs = {}
+    for name, layer in gpt.blocks.named_modules():
+        if isinstance(layer, module.CastedLinear):
+            found = inputs[f"blocks.{name}.weight"] = []
+            layer.register_forward_hook(lambda _, args, y, found=found: found.append(args[0]))
+    loader = module.DistributedTokenLoader(gpt.hp.files("train"), 0, 1, "cpu")
+    with torch.no_grad():
+        for _ in range(2):
+            gpt.logits(loader.next_batch(512, 32, 8)[0])
+    saliency = {}
+    for name, parts in inputs.items():
+        x, weight = torch.cat(parts).flatten(0, -2), gpt.state_dict()[name]
+        for start in range(0, weight.size(1), 8):
+            columns = range(start, start + 8)
+            sizes = [x[:, c].square().mean() ** 0.5 * weight[:, c].abs().mean() for c in columns]
+            saliency[name, start] = sum(sizes)
+    name, start = max(saliency, key=saliency.get)
+    assert objs[1]["awq"] == [(name, start, start + 8, 4)] and "awq" not in objs[0]
+    plain, finer = map(module.dequantize_state_dict_int8, objs)
+    values = objs[1]["quantized"][name].abs()
+    part = values[:, start : start + 8].amax()
+    values[:, start : start + 8] = 0
+    assert values.amax() <= 31 < part <= 124
+    x, weight = torch.cat(inputs[name]).flatten(0, -2), gpt.state_dict()[name]
+    errors = [((found[name] - weight) @ x.T).norm() for found in (plain, finer)]
+    assert errors[1] < 0.95 * errors[0]
+    assert all(torch.equal(plain[other], finer[other]) for other in plain if name[:13] not in other)
+
+
 def test_muoneq_r_divides_the_rows_in_fp32(tmp_path, monkeypatch):
     module = load(patch_script(tmp_path, ["muoneq_r"]), monkeypatch)
     torch.manual_seed(0)
@@ -280,6 +331,33 @@ def test_the_quantizers_knobs_reach_the_artifact(tmp_path, monkeypatch):
             module.Hyperparameters.from_env(bad)
 
 
+@pytest.fixture(scope="module")
+def defaults(tmp_path_factory) -> train_gpt.Hyperparameters:
+    """Knobs of all recipes."""
+    names = [name for name in NAMES if name != "value_residual"]  # has none, excludes others
+    script = load_script(patch_script(tmp_path_factory.mktemp("every"), names))
+    return script.Hyperparameters()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "record"])
+def test_the_page_names_each_knob_and_its_default(defaults, name):
+    """NAME=value is a default, unless "with" comes before it or an earlier one gave the default."""
+    page = (recipe.RECIPES / "README.md").read_text(encoding="utf-8")
+    section = re.search(rf"^### {name}\n(.*?)(?=^#|\Z)", page, re.M | re.S)
+    text = " ".join(section[1].split())
+    pair = r"\b([A-Z][A-Z\d_]+)=(\S*\w)"
+    types = get_type_hints(type(defaults))
+    stated: dict[str, Any] = {}
+    for knob, value in re.findall(pair, re.sub(rf"\b[Ww]ith( {pair}\S*)+", "", text)):
+        value = train_gpt.parse_knob(knob, types[knob.lower()], value)
+        stated.setdefault(knob.lower(), value)
+    assert stated == {knob: getattr(defaults, knob) for knob in stated}
+    patch = PATCHES[name].read_text()
+    new = {*types} - {*get_type_hints(train_gpt.Hyperparameters)}
+    added = {knob.upper() for knob in new if f"\n+    {knob}: " in patch}
+    assert added <= {*re.findall(r"\w+", text)}
+
+
 @pytest.mark.parametrize("name", ["smear_gate", "document_mask"])
 def test_a_recipe_that_needs_bos_1_says_so(tmp_path, knobs, name, monkeypatch):
     module = load(patch_script(tmp_path, [name]), monkeypatch)
@@ -320,6 +398,65 @@ def test_loops_begin_during_the_run(tmp_path, knobs, compiled, monkeypatch):
     finished(run_here(tmp_path, {**knobs, **settings}, module))
     assert numbers == [3, 3, 7, 7, 3, 3, 3, 7, 7, 7]
     assert graphs[3:] == 7 * [graphs[3]] and (graphs[0] < graphs[2]) == (compiled == "1")
+
+
+@pytest.mark.recipes
+def test_each_stage_of_a_run_is_compiled_in_the_warm_up(tmp_path, knobs, monkeypatch):
+    names = ["document_mask", "depth_recurrence", "context_growth"]
+    module = load(patch_script(tmp_path, names), monkeypatch)
+    stages, graphs = [], []
+
+    def train_step(state, train_step=module.train_step):
+        stages.append((len(state.gpt.order), state.hp.train_seq_len))
+        loss = train_step(state)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return loss
+
+    monkeypatch.setattr(module, "train_step", train_step)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    settings = {"COMPILE": "1", "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "20", "ITERATIONS": "20"}
+    finished(run_here(tmp_path, {**knobs, **settings, "WHOLE_DOCUMENTS": "1"}, module))
+    run = [stage for stage, _ in itertools.groupby(stages[20:])]
+    assert run == [(3, 8), (3, 16), (5, 16), (5, 32)]
+    assert run == [stage for stage, _ in itertools.groupby(stages[:20])]
+    assert graphs[19:] == 21 * [graphs[19]]
+
+
+@pytest.mark.parametrize("whole", ["0", "1"])
+def test_the_context_grows_during_the_run(tmp_path, knobs, whole, monkeypatch):
+    """Each step reads the same tokens: the first has the loss of a run with the first length.
+    Validation and calibration see whole sequences."""
+    names = ["document_mask", "context_growth", "gptq"]
+    growing = load(patch_script(tmp_path / "growing", names), monkeypatch)
+    constant = load(patch_script(tmp_path / "constant", names[:1]), monkeypatch)
+    seen = {True: [], False: []}  # width of a row and longest document, by training
+
+    def logits(gpt, input_ids, logits=growing.GPT.logits):
+        seen[gpt.training].append((input_ids.size(1), gpt.hp.train_seq_len))
+        return logits(gpt, input_ids)
+
+    monkeypatch.setattr(growing.GPT, "logits", logits)
+    settings = {**knobs, "WHOLE_DOCUMENTS": whole, "GPTQ_BATCHES": "1", "WARMUP_STEPS": "4"}
+    settings |= {"CONTEXT_GROWTH": "0.25:0.3,0.5:0.6", "ITERATIONS": "5", "VAL_LOSS_EVERY": "1"}
+    losses = [
+        re.findall(r"step:1/.*train_loss:(\S+)", "\n".join(finished(run_here(tmp_path, *run))))
+        for run in [(settings, growing), ({**settings, "TRAIN_SEQ_LEN": "8"}, constant)]
+    ]
+    assert losses[0] == losses[1]
+    lengths = [8, 16, 32, 32, 8, 8, 16, 32, 32]  # the warm-up is at 0, 1/3, 2/3 and 1
+    assert seen[True] == [(64 if whole == "1" else n, n) for n in lengths for _ in range(8)]
+    assert {*seen[False]} == {(32, 32)}
+
+
+def test_a_context_that_does_not_divide_a_slot_is_refused(tmp_path, knobs, monkeypatch):
+    module = load(patch_script(tmp_path, ["context_growth"]), monkeypatch)
+    for bad, words in {
+        "0.3:0.5": "divide a slot of 64",
+        "0:1": "divide",
+        "0.5": "a finite number",
+    }.items():
+        with pytest.raises(module.InputError, match=f"CONTEXT_GROWTH=.*{words}"):
+            module.Hyperparameters.from_env({**knobs, "CONTEXT_GROWTH": bad})
 
 
 # ---- The model, by the formulas of the recipes ---------------------------------------------------
@@ -391,7 +528,7 @@ def plain_logits(gpt: nn.Module, names: str, ids: list[int], order: list[int]) -
             if "skip_gates" in names:
                 gate = torch.sigmoid(gpt.skip_weights_gate[row])
                 kept, added = gate * kept, (1 - gate) * added
-            lanes = [kept + added, lanes[1] if has_lanes and layer > 3 else kept + added]
+            lanes = [kept + added, lanes[1] if has_lanes else kept + added]
         scale = (layer + 1) ** -0.5 if "partial_rope" in names else 1
         mixed = block.resid_mix[0] * lanes[0] + block.resid_mix[1] * x0
         y = plain_attention(gpt, names, layer, scale * rms_norm(mixed), values)
@@ -424,6 +561,27 @@ def test_logits_are_those_of_a_plain_version(tmp_path, names, knobs, monkeypatch
         torch.testing.assert_close(gpt.logits(torch.tensor([ids])), expected, rtol=0, atol=1e-3)
         if names == STACK:
             gpt.set_looping(False)
+
+
+def test_positive_and_negative_logits_have_their_own_caps(tmp_path, monkeypatch):
+    """Both are LOGIT_SOFTCAP at first. Adam trains their logarithms."""
+    module = load(patch_script(tmp_path, ["asymmetric_cap"]), monkeypatch)
+    plain, gpt = (
+        random_model(script, {"NUM_LAYERS": "1", "MODEL_DIM": "32"})
+        for script in (train_gpt, module)
+    )
+    ids = torch.tensor([[1, *range(5, 12)]])
+    fresh = module.GPT(gpt.hp).log_caps
+    assert fresh.exp().tolist() == pytest.approx([30, 30])
+    assert any(
+        fresh.shape == param.shape for param in module.parameter_groups(gpt, gpt.hp)["scalar"]
+    )
+    x = plain.logits(ids)
+    raw = 30 * torch.atanh(x / 30)
+    caps = {"log_caps": torch.tensor([40.0, 2.0]).log()}
+    gpt.load_state_dict({**plain.state_dict(), **caps})
+    expected = torch.where(x > 0, 40 * torch.tanh(raw / 40), 2 * torch.tanh(raw / 2))
+    torch.testing.assert_close(gpt.logits(ids), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_new_parameters_begin_as_documented(tmp_path, monkeypatch):

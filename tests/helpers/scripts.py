@@ -14,6 +14,7 @@ from trained import load_script
 
 NAMES = [*recipe.PATCHES]
 RECORD, RECORD_1493, RECORD_1855 = (RECORDS[f"record{pr}"] for pr in ("", "1493", "1855"))
+RECORD_2014, RECORD_2135 = RECORDS["record2014"], RECORDS["record2135"]
 # Knobs with which a recipe acts within six steps.
 KNOBS = {
     "document_mask": {"WHOLE_DOCUMENTS": "1"},
@@ -21,6 +22,7 @@ KNOBS = {
     "gptq": {"GPTQ_BATCHES": "2"},
     "lora_ttt": {"LORA_CHUNK": "8", "LORA_DOCUMENTS": "2"},
     "min_lr": {"MIN_LR": "0.5"},
+    "ngram_tilt": {"TILT_TOKENS": "2", "TILT_SHARE": "0.5"},
     "score_first_ttt": {"TTT_CHUNK_TOKENS": "300", "TTT_LR": "0.05"},
 }
 
@@ -36,6 +38,10 @@ def knobs_of(knobs: dict[str, str], names: list[str]) -> dict[str, str]:
     if set(names) >= set(RECORD_1855):
         environ |= {"PRESET": "record1855", "PARALLEL_LAYERS": "1", "EVAL_STRIDE": "0"}
         environ |= {"LOOP_FIRST": "0", "LOOP_LAYERS": "1", "LORA_PHASE_DOCUMENTS": "2"}
+    if set(names) >= set(RECORD_2014):
+        environ |= {"PRESET": "record2014", "CONTEXT_GROWTH": "0.25:0.3,0.5:0.7"}
+    if set(names) >= set(RECORD_2135):
+        environ |= {"PRESET": "record2135", "LORA_CONTEXT": "40", "TILT_TOKENS": "2"}
     return environ
 
 
