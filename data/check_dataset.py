@@ -2,14 +2,19 @@
 
     python3 data/check_dataset.py DATASET_DIR --tokenizer MODEL [--manifest FILE]
 
-Reads every shard once, then prints counts and the beginnings of the first documents. If something
-is wrong, prints a line for each problem to stderr and exits with 1.
+Reads every shard, then prints counts, the beginnings of the first documents, and how many documents
+of the validation split also train. If something is wrong, prints a line for each problem to stderr
+and exits with 1.
 """
 
 import argparse
+import collections
+import itertools
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import caseops
 import numpy as np
@@ -19,6 +24,7 @@ from tokenizer_tools import open_model
 
 CHUNK = 2**20  # tokens read at a time
 SAMPLE = 20  # documents per shard to decode and encode again
+RUN = 10  # this many documents in a row, in both splits, are a leak
 GET_AGAIN = "download or rebuild the dataset again"
 WRONG_TOKENIZER = f"set --tokenizer to the model that made it, or {GET_AGAIN}"
 
@@ -56,6 +62,57 @@ def count_bytes(id_counts: np.ndarray, sp: SentencePieceProcessor) -> int:
             text = sp.id_to_piece(id).replace("\u2581", " ").translate(caseops.WITHOUT_MARKS)
             total += int(id_counts[id]) * len(text.encode())
     return total
+
+
+class Leaks(NamedTuple):
+    """Validation documents that are also in the train shards."""
+
+    documents: int  # all of the validation split
+    repeated: int  # those that are also in the train shards
+    in_a_row: int  # those in the same row of RUN or more in both: a leak
+
+
+def hash_documents(paths: Iterable[Path], bos_id: int) -> Iterator[int]:
+    """Yield a hash of each document: 64 bits, so no two of FineWeb have the same by chance."""
+    rest = b""  # the last document may go on in the next shard
+    for path in paths:
+        data = rest + path.read_bytes()[HEADER_BYTES:]
+        starts = (2 * np.flatnonzero(np.frombuffer(data, "<u2") == bos_id)).tolist()
+        yield from (hash(data[start:end]) for start, end in itertools.pairwise(starts))
+        rest = data[starts[-1] :] if starts else b""
+    yield hash(rest)
+
+
+def find_leaks(val_paths: Iterable[Path], train_paths: Iterable[Path], bos_id: int) -> Leaks:
+    """Compare all documents of two lists of good shards, with one shard in memory at a time."""
+    val = [*hash_documents(val_paths, bos_id)]
+    known, repeated, in_a_row = {*val}, set(), set()
+    # Without those that repeat a document: short ones may follow each other by chance.
+    rows = zip(*(val[place:] for place in range(RUN)), strict=False)
+    places = {hash(row): place for place, row in enumerate(rows) if len({*row}) == RUN}
+    last = collections.deque(maxlen=RUN)
+    for document in hash_documents(train_paths, bos_id):
+        last.append(document)
+        if document in known:
+            repeated.add(document)
+            place = places.get(hash(tuple(last)))
+            if place is not None:
+                in_a_row.update(range(place, place + RUN))
+    num_repeated = sum(document in repeated for document in val)
+    return Leaks(len(val), num_repeated, len(in_a_row))
+
+
+def check_leaks(folder: Path, bos_id: int) -> list[str]:
+    """Print how many validation documents are in the train shards. Returns a line if they leak."""
+    val, train = (sorted(folder.glob(f"fineweb_{split}_*.bin")) for split in ("val", "train"))
+    docs, repeated, in_a_row = find_leaks(val, train, bos_id)
+    print(f"val: {repeated} of {docs} documents ({repeated / docs:.2%}) are also in train shards")
+    message = (
+        f"{folder}: {in_a_row} of {docs} validation documents are in the train shards in the same "
+        "order: the splits were made with different --num-val-docs, and a score on them is worth "
+        f"nothing: {GET_AGAIN}, both splits at once"
+    )
+    return [message] if in_a_row else []
 
 
 def check_split(
@@ -119,6 +176,8 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
     found = {"vocab_size": sp.vocab_size()}
     for split in ("val", "train"):
         found |= check_split(folder, split, sp, problems)
+    if found["tokens_val"] and found["tokens_train"] and not problems:
+        problems += check_leaks(folder, sp.bos_id())
     if not (manifest or place.exists()):
         print(f"{place} is missing: there is nothing to compare with")
         return problems

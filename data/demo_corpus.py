@@ -3,7 +3,8 @@
     python data/demo_corpus.py [--caseops] [--dataset FOLDER] [--tokenizer FILE]
 
 About 2 MB of English: the help topics (pydoc_data.topics) and the docstrings of the standard
-library. The same Python version always gives the same bytes. Complete files are kept.
+library, long ones in pieces. Validation has whole topics and modules; training has none of these.
+The same Python version always gives the same bytes. Complete files stay until this script changes.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import ast
 import hashlib
 import lzma
 import platform
+import re
 import sys
 import sysconfig
 import warnings
@@ -24,7 +26,10 @@ from tokenizer_tools import encode_texts, train_sentencepiece
 
 HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 1024
-NUM_VAL_DOCS = 40
+NUM_VAL_SOURCES = 40  # modules and topics
+# A text of up to 1,500 characters, or a piece of a longer one, up to the first blank line after 600
+# characters or the end.
+DOCUMENT = re.compile(r"(?s)\A.{1,1500}\Z|\S.{599,}?(?=\n\s*\n|\Z)|\S.*")
 TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
 MANIFEST = "demo_corpus.json"  # written last
 # Not in every installation, or not text of the library.
@@ -47,22 +52,33 @@ def module_docstrings(path: Path) -> list[str]:
     return [text for text in texts if text]
 
 
-def collect_documents() -> list[str]:
-    """Return all documents in a fixed, well-mixed order, without duplicate texts."""
-    sources = [(f"topic {name}", [text]) for name, text in sorted(topics.items())]
+def collect_sources() -> dict[str, list[str]]:
+    """Return the texts of each topic and module."""
+    sources = {f"topic {name}": [text] for name, text in topics.items()}
     library = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(library.rglob("*.py")):
+    for path in library.rglob("*.py"):
         name = path.relative_to(library)
         if not SKIPPED_FOLDERS & set(name.parts):
-            sources.append((f"module {name.as_posix()}", module_docstrings(path)))
-    documents, seen = {}, set()
-    for name, texts in sources:
-        new = [text for text in dict.fromkeys(texts) if text not in seen]
-        seen.update(new)
-        if new:
-            documents[name] = "\n\n".join(new)
-    mixed = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [documents[name] for name in mixed]
+            sources[f"module {name.as_posix()}"] = module_docstrings(path)
+    return {name: texts for name, texts in sources.items() if texts}
+
+
+def digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def split_documents(sources: dict[str, list[str]]) -> tuple[list[str], list[str]]:
+    """Return the documents for validation, source by source, and those for training, mixed.
+    Hashes choose the sources for validation and the order. No document is there twice."""
+    val: dict[str, None] = {}  # a set in order
+    train: set[str] = set()
+    for index, name in enumerate(sorted(sources, key=digest)):
+        documents = [part for text in sources[name] for part in DOCUMENT.findall(text)]
+        if index < NUM_VAL_SOURCES:
+            val |= dict.fromkeys(documents)
+        else:
+            train |= {*documents}
+    return [*val], sorted(train - val.keys(), key=digest)
 
 
 def strongest_lzma(data: bytes) -> int:
@@ -73,8 +89,10 @@ def strongest_lzma(data: bytes) -> int:
 
 
 def sha256_sums(dataset: Path, tokenizer: Path) -> dict[str, str]:
-    """Hash the demo's three files. Raises OSError if one is missing."""
+    """Hash the demo's three files, and this script, so that a change of it makes new ones. Raises
+    OSError if one is missing."""
     paths = {"tokenizer": tokenizer, "train": dataset / TRAIN, "val": dataset / VAL}
+    paths["script"] = Path(__file__)
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
 
 
@@ -88,10 +106,11 @@ def is_whole(dataset: Path, tokenizer: Path, with_caseops: bool) -> bool:
         return False
 
 
-def build(documents: list[str], dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
+def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
     """Write the tokenizer, both shards and, last, the manifest. Several processes may do this at
     once: each renames the same bytes into place."""
-    val, train = documents[:NUM_VAL_DOCS], documents[NUM_VAL_DOCS:]
+    val, train = split_documents(collect_sources())
+    documents = val + train
     # SentencePiece skips long sentences, so it gets the lines of the documents.
     lines = (line for text in train for line in text.splitlines() if line)
     settings = {}
@@ -130,7 +149,7 @@ def main() -> None:
     tokenizer = args.tokenizer or HERE / f"tokenizers/demo_1024_bpe{suffix}.model"
     if not is_whole(dataset, tokenizer, args.caseops):
         try:
-            build(collect_documents(), dataset, tokenizer, args.caseops)
+            build(dataset, tokenizer, args.caseops)
         except OSError as error:
             sys.exit(f"{error}: make the folder writable, or start in a copy of the repository")
     facts = read_json(dataset / MANIFEST)

@@ -169,9 +169,9 @@ def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tmp_path):
 
 
 def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
-    for name, value in (("strongest_lzma", len), ("NUM_VAL_DOCS", 4), ("HERE", tmp_path)):
+    for name, value in (("strongest_lzma", len), ("collect_sources", dict), ("HERE", tmp_path)):
         monkeypatch.setattr(demo_corpus, name, value)
-    monkeypatch.setattr(demo_corpus, "collect_documents", lambda: TEXTS)
+    monkeypatch.setattr(demo_corpus, "split_documents", lambda _: (TEXTS[:4], TEXTS[4:]))
     monkeypatch.setattr(sys, "argv", ["demo_corpus.py", "--caseops"])
     demo_corpus.main()
     folder = tmp_path / "datasets/demo_sp1024_caseops"

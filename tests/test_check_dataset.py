@@ -1,6 +1,7 @@
 """data/check_dataset.py: the counts of a good dataset, and an error for each kind of damage."""
 
 import json
+import random
 import shutil
 import sys
 
@@ -86,3 +87,34 @@ def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer, tmp_pat
     other = (tmp_path / "manifest.json").rename(tmp_path / "other.json")
     (line,) = check(capsys, folder, tokenizer, f"--manifest={other}")[1]
     assert f"{other} says vocab_size:1, but 384 was found" in line
+
+
+def write_splits(folder, sp, val: list[str], train: list[str]) -> None:
+    """Write both splits, training in two shards, of which the first ends inside a document."""
+    write_shard(folder / VAL, sum(sp.encode(val, add_bos=True), []))
+    tokens = sum(sp.encode(train, add_bos=True), [])
+    middle = len(tokens) // 2 - 1
+    write_shard(folder / TRAIN, tokens[:middle])
+    write_shard(folder / "fineweb_train_000001.bin", tokens[middle:])
+
+
+def test_validation_documents_in_a_row_in_training_are_a_leak(capsys, folder, tokenizer):
+    """Validation was made with 50 documents, training with 10."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    texts = [f"{number}: {TEXTS[number % 3][:400]} {number}" for number in range(70)]
+    write_splits(folder, sp, texts[:50], texts[10:])
+    output, (line,) = check(capsys, folder, tokenizer)
+    assert "val: 40 of 50 documents (80.00%) are also in train shards" in output
+    assert "40 of 50 validation documents are in the" in line and "--num-val-docs" in line
+    write_splits(folder, sp, texts[:19], texts[10:])
+    output, problems = check(capsys, folder, tokenizer)  # FineWeb has some duplicates
+    assert "val: 9 of 19 documents (47.37%) are also" in output and problems == []
+
+
+def test_short_documents_that_repeat_are_no_leak(capsys, folder, tokenizer):
+    """As in a chat: the same few follow each other, in both splits."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    chat = random.Random(1).choices(["Yes", "No", "Thank you"], k=1000) + ["Yes"] * 20
+    write_splits(folder, sp, [*chat[800:], "Never"], chat)
+    output, problems = check(capsys, folder, tokenizer)
+    assert "val: 220 of 221 documents (99.55%) are also" in output and problems == []
