@@ -1,14 +1,15 @@
 """Is a score fair? It is if a decoder that has only the artifact could restore the text from a file
-that is as long as the score says. Exit code 0: no rule is broken, 1: one is, 2: it could not run.
+that is as long as the score says. Exit code 0: no rule is broken; 1: one is; 2: it could not run.
 
     python tests/tools/referee.py final_model.int8.ptz
-    EVAL_STRIDE=64 python tests/tools/referee.py final_model.int8.ptz --tokens 1024 --minutes 60
+    python tests/tools/referee.py final_model.int8.ptz --script edited.py --tokens 4096 --minutes 60
 
 Knobs come from the environment, else from the run that wrote the file, as in score.py."""
 
 import argparse
 import copy
 import glob
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,6 @@ import re
 import sys
 import textwrap
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from graphlib import CycleError, TopologicalSorter
@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from score import open_model
 from sentencepiece import SentencePieceProcessor
-from trained import SCRIPT, load_script, saved_knobs, unknown_knobs
+from trained import SCRIPT, load_script
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
 
@@ -36,36 +37,41 @@ import caseops  # noqa: E402
 import check_dataset  # noqa: E402
 
 Finding = tuple[bool, str]  # whether the rule holds, and what was measured
-WEIGHTS = (1, 6, 2, 4, 3, 5)  # lengths of documents: short ones before and after long ones
-PASSAGE = 24  # tokens that three documents share, so that hints from one to another act
+LENGTHS = (1, 6, 2, 4, 3, 5)  # of documents, in proportion
+PASSAGE = 24  # tokens with which three documents begin, so that hints from one to another act
 MAX_NOISE = 0.01  # nats between two equal scorings
-# The loss itself is fp32, whatever the dtype of the logits. In a script that computes it in bf16,
-# rounding changes a loss by up to 1/512 of itself, and the sum by 1/512 of their mean: 5 nats.
+# If a script rounds losses to bf16, each is off by up to 1/512 of itself, and the sum by 1/512 of
+# their mean, which may be 5 nats.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 class NotTested(Exception):
-    """The reason why a rule could not be tested."""
+    """Says why a rule was not tested."""
 
 
 @dataclass
 class Case:
-    """The model, and all that scoring it needs."""
+    """A model, what scoring it needs, and the limits of the tests."""
 
     script: ModuleType
     gpt: torch.nn.Module
-    validation: Any  # the script's Validation
-    runtime: Any  # its Runtime
+    validation: Any  # as the script has it
+    runtime: Any
     path: Path  # of the model
-    tokens: int = 0  # of the short text; 0: as many as the knobs need
-    places: int = 32
+    num_tokens: int = 0  # of the short text; 0: as many as the knobs need
+    num_places: int = 32
     deadline: float = math.inf  # of time.perf_counter()
 
     def __post_init__(self) -> None:
         self.hp = self.validation.hp
-        self.tokenizer = SentencePieceProcessor(model_file=self.hp.tokenizer_path)
         self.model = self.script.wrap(self.gpt, self.runtime)
         self.weights = copy.deepcopy(self.gpt.state_dict())
+        self.tokenizer = SentencePieceProcessor(model_file=self.hp.tokenizer_path)
+        self.bos = self.tokenizer.bos_id()
+        self.paths = {s: sorted(map(Path, glob.glob(self.hp.files(s)))) for s in ("val", "train")}
+        shards = [np.fromfile(path, "<u2", offset=1024) for path in self.paths["val"]]
+        self.split = np.concatenate(shards)
+        self.words = self.split[self.split != self.bos]
 
     def score(self, tokens: np.ndarray, hp: Any = None) -> torch.Tensor:
         """Losses of tokens[1:], computed as after training. hp: other knobs."""
@@ -75,108 +81,86 @@ class Case:
         validation.tokens, validation.hp = torch.from_numpy(tokens), hp or self.hp
         return self.script.final_losses(self.model, validation, self.runtime).float().cpu()
 
-    def seconds_left(self) -> float:
-        return self.deadline - time.perf_counter()
+    def score_all(self, texts: list[np.ndarray], hp: Any = None) -> Iterator[torch.Tensor]:
+        """Score texts of one length. Raises NotTested if the time does not suffice."""
+        size = f"{len(texts)} scorings of {len(texts[0]) - 1:,} tokens"
+        for i, text in enumerate(texts):
+            if i == 1:  # the first scoring may have compiled something
+                started = time.perf_counter()
+            if i == 2:
+                minutes = (time.perf_counter() - started) * (len(texts) - 2) / 60
+                print(f"{size} take about {minutes:.1f} min", flush=True)
+                self.check_time(minutes, f"{size} take about {minutes:.1f} min")
+            self.check_time(0, f"{size}: {i} were in time")
+            losses = self.score(text, hp)
+            if len(losses) != len(text) - 1:
+                raise NotTested(f"{len(losses)} losses for {len(text) - 1} targets")
+            yield losses
+            if sys.stderr.isatty():
+                print(f"{i + 1} of {len(texts)} ", end="\r", file=sys.stderr, flush=True)
 
-    def text(self, ids: np.ndarray) -> str:
+    def check_time(self, minutes: float, reason: str) -> None:
+        if time.perf_counter() + 60 * minutes >= self.deadline:
+            raise NotTested(f"{reason}: allow more --minutes, or fewer --tokens or --places")
+
+    def change(self, tokens: np.ndarray, places: Any) -> np.ndarray:
+        """Copy tokens with others at these places, none of which is BOS before or after."""
+        changed = tokens.copy()
+        changed[places] = (tokens[places] + 1) % self.hp.vocab_size
+        return changed + (changed == self.bos) * (tokens != self.bos)
+
+    def decode(self, ids: np.ndarray) -> str:
         text = self.tokenizer.decode(ids.tolist())
         return caseops.decode(text) if caseops.is_caseops(self.tokenizer) else text
 
-
-def score_all(
-    case: Case, name: str, texts: list[np.ndarray], hp: Any = None
-) -> Iterator[torch.Tensor]:
-    """Score texts of one length. Raises NotTested if the time does not suffice."""
-    size = f"{len(texts)} scorings of {len(texts[0]) - 1:,} tokens"
-    for i, text in enumerate(texts):
-        started = time.perf_counter()
-        losses = case.score(text, hp)
-        if len(losses) != len(text) - 1:
-            raise NotTested(f"{len(losses)} losses for {len(text) - 1} targets")
-        yield losses
-        needed = (time.perf_counter() - started) * (len(texts) - 2) if i == 1 else 0.0
-        if i == 1:  # the first one may have compiled or allocated something
-            print(f"{name}: {size}, about {needed / 60:.1f} min", flush=True)
-        if i + 1 < len(texts) and needed >= case.seconds_left():
-            time_needed = f"about {needed / 60:.1f} min" if i == 1 else f"{i + 1} were in time"
-            raise NotTested(f"{size}: {time_needed}; use --minutes, or fewer --tokens or --places")
-        if sys.stderr.isatty():
-            print(f"\r{i + 1} of {len(texts)} ", end="\r", file=sys.stderr, flush=True)
+    def knobs_with(self, word: str) -> list[int]:
+        """The values of the knobs in use that have this word in their name."""
+        has_phases = getattr(self.hp, "lora_phases", 0) > 0
+        knobs = {k: v for k, v in asdict(self.hp).items() if has_phases or "phase" not in k}
+        return [v for name, v in knobs.items() if word in name and type(v) is int and v > 0]
 
 
-def read_split(case: Case) -> np.ndarray:
-    """All tokens of the validation shards, read without the script."""
-    paths = sorted(glob.glob(case.hp.files("val")))
-    return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
-
-
-def other_token(token: int, tokens: np.ndarray, bos: int) -> int:
-    """The first token that differs from this one and from BOS."""
-    return int(tokens[(tokens != token) & (tokens != bos)][0])
-
-
-# ---- A decoding order exists -----------------------------------------------------------------
-def knobs_with(case: Case, word: str) -> list[int]:
-    """The values of the knobs in use with this word in their name."""
-    knobs = {k: v for k, v in asdict(case.hp).items() if word in k and type(v) is int and v > 0}
-    has_phases = getattr(case.hp, "lora_phases", 0) > 0
-    return [value for name, value in knobs.items() if has_phases or "phase" not in name]
-
-
-def cut_text(case: Case) -> tuple[np.ndarray, list[int]]:
-    """Cut a part of the split into documents of different lengths. Returns the tokens and the place
-    of each BOS. It has several windows, and several of the chunks and phases that the knobs ask
-    for. Three documents begin with the same passage."""
+# ---- A decoding order exists ---------------------------------------------------------------------
+def short_text(case: Case) -> tuple[np.ndarray, list[int]]:
+    """Cut the split's text into new documents, short and long ones, with several windows, chunks
+    and phases of the model's knobs. Returns the tokens and the places of BOS."""
     T, unit = case.hp.train_seq_len, case.hp.batch_slots * case.hp.train_seq_len
-    num_documents = max(len(WEIGHTS), 3 * max(knobs_with(case, "documents"), default=0))
-    chunks = knobs_with(case, "chunk")
-    num_tokens = max(3 * max([unit, *chunks]), 2 * num_documents * min(chunks, default=1))
-    num_tokens = math.ceil((case.tokens or num_tokens) / T) * T
-    num_documents = min(num_documents, max(num_tokens // 16, 3))
-    bos = case.tokenizer.bos_id()
-    split = read_split(case)
-    text = np.resize(split[split != bos], num_tokens + 1)  # repeats a split that is shorter
-    ends = np.cumsum(np.resize(WEIGHTS, num_documents))
-    starts = [0, *(ends[:-1] * num_tokens // ends[-1]).tolist()]
-    shared = min(PASSAGE, starts[1] - 2)
+    documents, chunks = case.knobs_with("documents"), case.knobs_with("chunk")
+    count = 3 * max(2, *documents, 0)
+    size = case.num_tokens or max(3 * max(unit, *chunks, 0), 2 * count * min(chunks, default=1))
+    size = math.ceil(size / T) * T
+    count = max(min(count, size // 16), 3)
+    text = np.resize(case.words, size + 1)  # repeats what is too short
+    ends = np.cumsum(np.resize(LENGTHS, count))
+    starts = [0, *(ends[:-1] * size // ends[-1]).tolist()]
     for start in starts[:3]:
-        text[start + 1 : start + 1 + shared] = text[1 : 1 + shared]
-    text[starts] = bos
+        length = min(PASSAGE, starts[1] - 2)
+        text[start + 1 : start + 1 + length] = text[1 : 1 + length]
+    text[starts] = case.bos
     return text, starts
 
 
 def choose_places(case: Case, text: np.ndarray, starts: list[int]) -> list[int]:
-    """Choose targets: in the shared passage, and on both sides of bounds of documents, windows and
-    chunks."""
-    T, unit, last = (
-        case.hp.train_seq_len,
-        case.hp.batch_slots * case.hp.train_seq_len,
-        len(text) - 1,
-    )
-    chunks = knobs_with(case, "chunk")
-    steps = [max(chunk // unit, 1) * unit for chunk in chunks]
-    kinds = [
-        starts[1:],
-        [*range(T, last, T)],
-        [bound for step in steps for bound in range(step, last, step)],
-        [start + chunk for start in starts for chunk in chunks if start + chunk < last],
-    ]
-    order = random.Random(0)
+    """Choose neighbors in the common passage and on both sides of documents', windows' and chunks'
+    bounds."""
+    chunks, end = case.knobs_with("chunk"), len(text)
+    kinds = [starts[1:], [start + n for start in starts for n in chunks]]
+    kinds += [[*range(n, end, n)] for n in (case.hp.train_seq_len, *chunks)]
     for bounds in kinds:
-        order.shuffle(bounds)
-    passages = [start + min(PASSAGE, starts[1] - 2) - 1 for start in starts[:3]]
-    rounds = [bounds[i] for i in range(last) for bounds in kinds if i < len(bounds)]
-    near = (bound + i for bound in [*passages, *rounds] for i in (-2, -1, 0, 1))
-    is_bos = text == case.tokenizer.bos_id()
-    places = dict.fromkeys(i for i in near if 0 < i <= last and not is_bos[i])
-    return sorted([*places][: case.places])
+        random.Random(0).shuffle(bounds)
+    last = min(PASSAGE, starts[1] - 2)  # token of the passage
+    near = [start + last - i for start in starts[:3] for i in (1, 0)]
+    bounds = filter(None, itertools.chain(*itertools.zip_longest(*kinds)))
+    near += [bound + i for bound in bounds for i in (-2, -1, 0, 1)]
+    places = dict.fromkeys(i for i in near if 0 < i < end and text[i] != case.bos)
+    return sorted([*places][: case.num_places])
 
 
 def find_circle(needs: dict[int, set[int]]) -> list[int]:
-    """Find places that each need the one before, from one back to itself. needs: the places that
-    must be decoded before each. Empty if an order exists."""
-    for place, earlier in needs.items():
-        for other in earlier:
+    """Find places from one back to itself, each of which needs the one before it. needs[place]: the
+    places to decode before it. Empty if there is an order."""
+    for place, others in needs.items():
+        for other in others:
             if place in needs[other]:
                 return [place, other, place]
     try:
@@ -187,160 +171,141 @@ def find_circle(needs: dict[int, set[int]]) -> list[int]:
 
 
 def check_order(case: Case) -> Finding:
-    """Change one token at a time: losses that change with it must be decoded after it."""
-    text, starts = cut_text(case)
+    """Change one token at a time. A loss elsewhere that changes with it must be decoded later."""
+    text, starts = short_text(case)
     places = choose_places(case, text, starts)
-    texts = [text, text, *(text.copy() for _ in places)]
-    for place, changed in zip(places, texts[2:], strict=True):
-        changed[place] = other_token(text[place], np.roll(text, -place), text[0])
     columns = torch.tensor(places) - 1
-    base, again, *rows = (losses for losses in score_all(case, "order", texts))
-    noise = (base - again).abs().max().item()
-    if not noise <= MAX_NOISE:  # also if it is not a number
-        raise NotTested(
-            f"two equal scorings differ by {noise:.2g} nats: try DEVICE=cpu, DTYPE=fp32"
-        )
-    changes = torch.stack([(row - base)[columns].abs() > 4 * noise for row in rows])
+    texts = [text, text, *(case.change(text, [place]) for place in places)]
+    first, again, *others = case.score_all(texts)
+    noise = (first - again).abs().max().item()
+    if not noise <= MAX_NOISE:  # or is not a number
+        raise NotTested(f"equal scorings differ by {noise:.2g} nats: set DEVICE=cpu or DTYPE=fp32")
+    changes = torch.stack([(losses - first)[columns].abs() > 4 * noise for losses in others])
     changes.fill_diagonal_(False)
-    needs = {
-        place: {places[i] for i in changes[:, j].nonzero()[:, 0].tolist()}
-        for j, place in enumerate(places)
-    }
+    rows = dict(zip(places, changes.T.tolist(), strict=True))
+    circle = find_circle({place: {*itertools.compress(places, row)} for place, row in rows.items()})
     measured = (
         f"{len(places)} places in {len(starts)} documents of {len(text) - 1:,} tokens: "
-        f"{int(changes.sum())} losses depend on another place's token "
-        f"(by more than {4 * noise:.2g} nats; bounds of documents count as known)"
+        f"{int(changes.sum())} losses depend on another place (by more than {4 * noise:.2g} nats)"
     )
-    if not (circle := find_circle(needs)):
-        return True, measured
-    words = [f"{place} {case.text(text[max(place - 3, 0) : place + 1])!r}" for place in circle]
-    more = [f"... ({len(circle) - 1} places)"] if len(words) > 7 else []
-    return (
-        False,
-        f"{measured}; in a circle, each needs the one before: {', '.join(words[:7] + more)}",
-    )
+    if not circle:
+        return True, f"{measured}; the bounds of documents count as known"
+    words = [f"{place} {case.decode(text[max(place - 3, 0) : place + 1])!r}" for place in circle]
+    return False, f"{measured}; in a circle, each on the one before: {', '.join(words[:7])}"
 
 
-# ---- The other rules -------------------------------------------------------------------------
+# ---- The other rules -----------------------------------------------------------------------------
 def check_sums(case: Case) -> Finding:
-    """Put each token of the vocabulary at one place of a single, short window that repeats itself,
-    so that hints act there."""
-    size = min(case.hp.train_seq_len, 64)
+    """Put each token at one place. The text repeats itself there, so that hints act."""
+    size = min(case.hp.train_seq_len, 64)  # one short window
     hp = replace(case.hp, train_seq_len=size, eval_stride=0)
-    bos = case.tokenizer.bos_id()
-    split = read_split(case)
-    words = split[split != bos][: size // 2]
-    text = np.concatenate([np.array([bos], "<u2"), np.resize(words, size)])
+    text = np.resize(case.words[: size // 2], size + 1)
+    text[1:], text[0] = text[:-1].copy(), case.bos
     place = size * 3 // 4
     texts = [text.copy() for _ in range(hp.vocab_size)]
     for token, changed in enumerate(texts):
         changed[place] = token
-    losses = [row[place - 1].item() for row in score_all(case, "sums", texts, hp)]
-    total, tolerance = sum(map(math.exp, (-loss for loss in losses))), TOLERANCE[case.runtime.dtype]
-    measured = f"{total:.6f} over all {len(losses):,} tokens at place {place} of {size}"
+    total = sum(math.exp(-losses[place - 1]) for losses in case.score_all(texts, hp))
+    tolerance = TOLERANCE[case.runtime.dtype]
+    measured = f"{total:.6f} over {len(texts):,} tokens at place {place} of {size}"
     return abs(total - 1) <= tolerance, f"{measured} (tolerance {tolerance:g})"
 
 
 def find_gaps(case: Case, tokens: np.ndarray) -> Finding:
-    """Count the losses. Each 0 that remains if its target changes is a target without a score."""
-    losses, bos = case.score(tokens), case.tokenizer.bos_id()
+    """Count the losses. One that is 0 and stays so for another target is a gap."""
+    losses = case.score(tokens)
     if len(losses) != len(tokens) - 1:
         return False, f"{len(losses):,} losses for {len(tokens) - 1:,} targets"
-    zeros = losses == 0
-    changed = tokens.copy()
-    for place in (zeros.nonzero()[:, 0] + 1).tolist():
-        if tokens[place] != bos:
-            changed[place] = other_token(tokens[place], np.roll(tokens[:999], -place), bos)
-    gaps = int((zeros & (case.score(changed) == 0)).sum()) if zeros.any() else 0
+    gaps = (losses == 0).numpy()
+    if gaps.any():
+        places = np.flatnonzero(gaps & (tokens[1:] != case.bos)) + 1
+        gaps &= (case.score(case.change(tokens, places)) == 0).numpy()
     mean, own = losses.mean(dtype=torch.float64).item(), case.script.mean_loss(losses, case.runtime)
-    measured = f"{len(losses):,} losses, {gaps} of them missing (always 0), mean {mean:.4f}"
+    measured = f"{len(losses):,} losses, {gaps.sum()} of them missing, mean {mean:.4f}"
     if abs(own - mean) > 1e-6 * mean:
-        return False, f"{measured}, but {own:.4f} by the script's mean_loss"
-    return gaps == 0, measured
+        return False, f"{measured}, by mean_loss {own:.4f}"
+    return not gaps.any(), measured
 
 
 def check_targets(case: Case) -> Finding:
     """Check the losses of the short text and, if there is time, of the whole split."""
-    split, tokens = read_split(case), case.validation.tokens.numpy()
-    scored, whole = len(tokens) - 1, (len(split) - 1) // case.hp.train_seq_len
-    whole *= case.hp.train_seq_len  # targets, without the tail
-    if not np.array_equal(tokens, split[: len(tokens)]):
+    tokens, T = case.validation.tokens.numpy(), case.hp.train_seq_len
+    num_targets, whole = len(tokens) - 1, (len(case.split) - 1) // T * T  # without the tail
+    if not np.array_equal(tokens, case.split[: len(tokens)]):
         return False, "the scored tokens are not those of the shards"
-    if scored < whole and case.hp.max_val_tokens <= 0:
-        return False, f"{scored:,} of {whole:,} targets are scored"
-    text, _ = cut_text(case)
+    if num_targets < whole and case.hp.max_val_tokens <= 0:
+        return False, f"only {num_targets:,} of {whole:,} targets are scored"
+    text, _ = short_text(case)
     started = time.perf_counter()
     holds, measured = find_gaps(case, text)
-    needed = (time.perf_counter() - started) * scored / (len(text) - 1)
-    print(f"targets: a scoring of the whole split, about {needed / 60:.1f} min", flush=True)
     if not holds:
         return False, f"short text: {measured}"
-    if needed >= case.seconds_left():
-        raise NotTested(f"scoring the split takes about {needed / 60:.1f} min; use --minutes")
+    minutes = (time.perf_counter() - started) / 60 * num_targets / (len(text) - 1)
+    print(f"a scoring of the split takes about {minutes:.1f} min", flush=True)
+    case.check_time(minutes, f"a scoring of the split takes about {minutes:.1f} min")
     holds, measured = find_gaps(case, tokens)
-    if holds and scored < whole:
-        raise NotTested(f"MAX_VAL_TOKENS={case.hp.max_val_tokens} of {whole:,}: {measured}")
-    return holds, f"{measured}; the split has {whole:,} and a tail of {len(split) - 1 - whole:,}"
+    if holds and num_targets < whole:
+        raise NotTested(f"MAX_VAL_TOKENS leaves out some of {whole:,} targets: {measured}")
+    return (
+        holds,
+        f"{measured}; the split has {whole:,} targets and a tail of {len(case.split) - 1 - whole}",
+    )
 
 
 def check_bytes(case: Case) -> Finding:
-    """Decode the scored tokens, document by document, and compare the bytes with the score's."""
+    """Decode the scored tokens, one document at a time, and compare the bytes with the score's."""
     tokens, sp = case.validation.tokens.numpy(), case.tokenizer
-    kinds = (sp.is_control, sp.is_unknown, sp.is_unused)
-    has_no_text = np.array([any(kind(i) for kind in kinds) for i in range(sp.vocab_size())])
-    is_byte = np.array([sp.is_byte(i) for i in range(sp.vocab_size())])
-    num_bytes = -len(case.text(tokens[:1]).encode())  # is not a target
-    for document in np.split(tokens, np.flatnonzero(has_no_text[tokens])):
-        document = document[has_no_text[document[:1]].sum() :]
-        others = np.flatnonzero(~is_byte[document])
-        end = int(others[-1]) + 1 if len(others) else 0  # a cut may have parted a character
-        num_bytes += len(case.text(document[:end]).encode()) + len(document) - end
-        if case.seconds_left() < 0:
-            raise NotTested("decoding the split takes longer; use --minutes")
+    ids = range(sp.vocab_size())
+    has_text = np.array(
+        [not (sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)) for i in ids]
+    )
+    is_byte = np.array([sp.is_byte(i) for i in ids])
+    count = -len(case.decode(tokens[:1]).encode())  # is not a target
+    for document in np.split(tokens, np.flatnonzero(~has_text[tokens])):
+        case.check_time(0, "decoding the split takes longer")
+        document = document[has_text[document]]
+        last = np.flatnonzero(~is_byte[document])[-1:]
+        end = int(last.sum()) + len(last)  # the split may end within a character
+        count += len(case.decode(document[:end]).encode()) + len(document) - end
     own = round((len(tokens) - 1) / math.log(2) / case.validation.bits_per_byte(1.0))
-    measured = f"{num_bytes:,} in the decoded text, {own:,} in the score"
-    return own == num_bytes, measured
+    return own == count, f"{count:,} in the decoded text, {own:,} in the score"
 
 
 def check_leaks(case: Case) -> Finding:
     """Look for validation documents in the train shards."""
-    val, train = (sorted(map(Path, glob.glob(case.hp.files(s)))) for s in ("val", "train"))
+    train = case.paths["train"]
     if not train:
         raise NotTested(f"{case.hp.data_path} has no train shards")
 
     def in_time() -> Iterator[Path]:
         for i, path in enumerate(train):
-            if case.seconds_left() < 0:
-                raise NotTested(f"{i} of {len(train)} train shards were in time; use --minutes")
+            case.check_time(0, f"{i} of {len(train)} train shards were in time")
             yield path
 
-    all, repeated, in_a_row = check_dataset.find_leaks(val, in_time(), case.tokenizer.bos_id())
-    measured = (
-        f"{repeated} of {all} documents ({repeated / all:.2%}) are in {len(train)} train shards"
-    )
-    return in_a_row == 0, f"{measured}, {in_a_row} of them in a row"
+    all, repeated, in_a_row = check_dataset.find_leaks(case.paths["val"], in_time(), case.bos)
+    found = f"{repeated} of {all} documents ({repeated / all:.2%})"
+    return in_a_row == 0, f"{found} are in {len(train)} train shards, {in_a_row} in a row"
 
 
 def check_limits(case: Case) -> Finding:
-    """Compare the run's size with the challenge's limit and, on eight GPUs, its times."""
+    """Compare the run's size with its limit and, if there are eight GPUs, its times, too."""
     path = case.path.with_name("final_result.json")
     result = json.loads(path.read_bytes()) if path.is_file() else {}
     if "bytes_total" not in result:
         raise NotTested(f"{path} is missing, or of a run without a score")
     log = path.parent / "logs" / f"{result['knobs']['run_id']}.txt"
     text = log.read_text(errors="replace") if log.is_file() else ""
-    calibration = sum(map(int, re.findall(r"^gptq_time:(\d+)ms", text, re.M)[-1:]))
-    trained = result["train_ms"] + calibration
-    last_step = result["train_ms"] / max(result["steps"], 1)  # begins before the limit
-    in_time = trained <= 600_000 + last_step and result["eval_ms"] <= 600_000
-    is_judged = torch.cuda.is_available() and torch.cuda.device_count() >= 8
-    measured = (
-        f"{result['bytes_total']:,} of 16,000,000 bytes; training and calibration "
-        f"{trained / 1000:.0f} s, scoring {result['eval_ms'] / 1000:.0f} s, each of 600"
+    train_ms = result["train_ms"] + sum(
+        map(int, re.findall(r"^gptq_time:(\d+)ms", text, re.M)[-1:])
     )
+    last_step = result["train_ms"] / max(result["steps"], 1)  # begins before the limit
+    in_time = train_ms <= 600_000 + last_step and result["eval_ms"] <= 600_000
+    is_judged = torch.cuda.device_count() >= 8
+    times = f"trained {train_ms / 1000:.0f} s, scored {result['eval_ms'] / 1000:.0f} s"
+    note = "of 600 each" if is_judged else "not judged without eight GPUs"
     fits = result["bytes_total"] <= 16_000_000
-    note = "" if is_judged else " (times are not judged without eight GPUs)"
-    return fits and (in_time or not is_judged), measured + note
+    measured = f"{result['bytes_total']:,} of 16,000,000 bytes; {times} ({note})"
+    return fits and (in_time or not is_judged), measured
 
 
 RULES = {
@@ -354,7 +319,7 @@ RULES = {
 
 
 def judge(case: Case) -> dict[str, tuple[str, str]]:
-    """For each rule, holds, broken or not tested, and what was measured."""
+    """For each rule, whether it holds, and what was measured."""
     findings = {}
     for rule, check in RULES.items():
         try:
@@ -365,34 +330,17 @@ def judge(case: Case) -> dict[str, tuple[str, str]]:
     return findings
 
 
-def open_case(args: argparse.Namespace) -> Case:
-    """Load the script, its validation split and the model."""
-    script, deadline = load_script(args.script), time.perf_counter() + 60 * args.minutes
-    knobs = saved_knobs(args.model)
-    environ = {k: v for k, v in os.environ.items() if k not in ("RESUME", "EVAL_ONLY")}
-    hp = script.Hyperparameters.from_env({**knobs, "COMPILE": "0", **environ})
-    if unknown := unknown_knobs(script, knobs):
-        print(f"WARNING: the script lacks the run's knobs {unknown}: apply its recipes")
-    runtime = script.open_runtime(hp)
-    validation = script.Validation(hp)
-    gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
-    script.load_weights(gpt, args.model.read_bytes(), str(args.model))
-    sizes = {"tokens": args.tokens, "places": args.places, "deadline": deadline}
-    return Case(script, gpt, validation, runtime, args.model, **sizes)
-
-
-def show(findings: dict[str, tuple[str, str]]) -> int:
-    """Print the table. Returns the exit code."""
+def run(args: argparse.Namespace) -> int:
+    """Judge a model and print the table. Returns the exit code."""
+    deadline, script = time.perf_counter() + 60 * args.minutes, load_script(args.script)
+    model = open_model(script, args.model, {"COMPILE": "0"})
+    print(*(line for line in model[2].log.waiting if "WARNING" in line), sep="\n")
+    findings = judge(Case(script, *model, args.model, args.tokens, args.places, deadline))
     print()
     for rule, (verdict, measured) in findings.items():
         first, *rest = textwrap.wrap(measured, 70)
         print(f"{rule:28} {verdict:11} {first}", *(f"{'':40} {line}" for line in rest), sep="\n")
-    verdicts = [verdict for verdict, _ in findings.values()]
-    counts = ", ".join(
-        f"{verdicts.count(name)} {name}" for name in ("holds", "broken", "not tested")
-    )
-    print(f"\n{counts}")
-    return int("broken" in verdicts)
+    return int(any(verdict == "broken" for verdict, _ in findings.values()))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -400,23 +348,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", type=Path, help="artifact, final_model.pt or checkpoint")
     parser.add_argument("--script", type=Path, default=SCRIPT, help="trained the model")
     parser.add_argument("--tokens", type=int, default=0, help="of the short text")
-    parser.add_argument("--places", type=int, default=32, help="places to change: 32")
-    parser.add_argument("--minutes", type=float, default=10, help="time for all: 10")
+    parser.add_argument("--places", type=int, default=32, help="in it that change (32)")
+    parser.add_argument("--minutes", type=float, default=10, help="for all rules together (10)")
     args = parser.parse_args(arguments)
     for path in (args.model, args.script):
         if not path.is_file():
             parser.error(f"{str(path)!r} is not a file")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        parser.error("start one process, without torchrun")
+    if "RANK" in os.environ:
+        parser.error("start it without torchrun: it is one process")
     try:
-        return show(judge(open_case(args)))
-    except SystemExit as error:
-        print(error, file=sys.stderr)
-    except Exception as error:
-        if type(error).__name__ != "InputError":
-            traceback.print_exc()
-        else:
-            print(f"referee.py: {error}", file=sys.stderr)
+        return run(args)
+    except (Exception, SystemExit) as error:
+        if type(error).__name__ in ("InputError", "SystemExit"):
+            error.__traceback__ = None  # the message is enough
+        sys.excepthook(type(error), error, error.__traceback__)
     return 2
 
 
