@@ -83,15 +83,12 @@ class Case:
 
     def score_all(self, texts: list[np.ndarray], hp: Any = None) -> Iterator[torch.Tensor]:
         """Score texts of one length. Raises NotTested if the time does not suffice."""
-        size = f"{len(texts)} scorings of {len(texts[0]) - 1:,} tokens"
+        name = f"{len(texts)} scorings of {len(texts[0]) - 1:,} tokens"
+        started = time.perf_counter()
         for i, text in enumerate(texts):
-            if i == 1:  # the first scoring may have compiled something
-                started = time.perf_counter()
-            if i == 2:
-                minutes = (time.perf_counter() - started) * (len(texts) - 2) / 60
-                print(f"{size} take about {minutes:.1f} min", flush=True)
-                self.check_time(minutes, f"{size} take about {minutes:.1f} min")
-            self.check_time(0, f"{size}: {i} were in time")
+            if i == 1:
+                self.check_time((time.perf_counter() - started) * (len(texts) - 1), name)
+            self.check_time(0, f"{name}: {i}")
             losses = self.score(text, hp)
             if len(losses) != len(text) - 1:
                 raise NotTested(f"{len(losses)} losses for {len(text) - 1} targets")
@@ -99,9 +96,14 @@ class Case:
             if sys.stderr.isatty():
                 print(f"{i + 1} of {len(texts)} ", end="\r", file=sys.stderr, flush=True)
 
-    def check_time(self, minutes: float, reason: str) -> None:
-        if time.perf_counter() + 60 * minutes >= self.deadline:
-            raise NotTested(f"{reason}: allow more --minutes, or fewer --tokens or --places")
+    def check_time(self, seconds: float, name: str) -> None:
+        """Print how long this will take, if long. Raises NotTested if that is too long."""
+        time_needed = f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+        if seconds > 0:
+            print(f"{name}: about {time_needed}", flush=True)
+        if time.perf_counter() + seconds >= self.deadline:
+            took = f"take about {time_needed}" if seconds > 0 else "were in time"
+            raise NotTested(f"{name} {took}: raise --minutes, or lower --tokens or --places")
 
     def change(self, tokens: np.ndarray, places: Any) -> np.ndarray:
         """Copy tokens with others at these places, none of which is BOS before or after."""
@@ -121,14 +123,19 @@ class Case:
 
 
 # ---- A decoding order exists ---------------------------------------------------------------------
-def short_text(case: Case) -> tuple[np.ndarray, list[int]]:
-    """Cut the split's text into new documents, short and long ones, with several windows, chunks
-    and phases of the model's knobs. Returns the tokens and the places of BOS."""
+def needed_size(case: Case) -> tuple[int, int]:
+    """Numbers of documents and tokens with which a text has several windows, chunks and phases."""
     T, unit = case.hp.train_seq_len, case.hp.batch_slots * case.hp.train_seq_len
     documents, chunks = case.knobs_with("documents"), case.knobs_with("chunk")
-    count = 3 * max(2, *documents, 0)
-    size = case.num_tokens or max(3 * max(unit, *chunks, 0), 2 * count * min(chunks, default=1))
-    size = math.ceil(size / T) * T
+    num_documents = 3 * max([2, *documents])
+    return num_documents, max(3 * max([unit, *chunks]), 2 * num_documents * min([T, *chunks]))
+
+
+def short_text(case: Case) -> tuple[np.ndarray, list[int]]:
+    """Cut the split's text into new documents, short and long ones. Returns the tokens and the
+    places of BOS."""
+    T, (count, wanted) = case.hp.train_seq_len, needed_size(case)
+    size = math.ceil((case.num_tokens or wanted) / T) * T
     count = max(min(count, size // 16), 3)
     text = np.resize(case.words, size + 1)  # repeats what is too short
     ends = np.cumsum(np.resize(LENGTHS, count))
@@ -184,8 +191,10 @@ def check_order(case: Case) -> Finding:
     changes.fill_diagonal_(False)
     rows = dict(zip(places, changes.T.tolist(), strict=True))
     circle = find_circle({place: {*itertools.compress(places, row)} for place, row in rows.items()})
+    wanted = needed_size(case)[1]
+    note = f" (less than {wanted:,}, which its knobs need)" if len(text) <= wanted else ""
     measured = (
-        f"{len(places)} places in {len(starts)} documents of {len(text) - 1:,} tokens: "
+        f"{len(places)} places in {len(starts)} documents of {len(text) - 1:,} tokens{note}: "
         f"{int(changes.sum())} losses depend on another place (by more than {4 * noise:.2g} nats)"
     )
     if not circle:
@@ -240,9 +249,8 @@ def check_targets(case: Case) -> Finding:
     holds, measured = find_gaps(case, text)
     if not holds:
         return False, f"short text: {measured}"
-    minutes = (time.perf_counter() - started) / 60 * num_targets / (len(text) - 1)
-    print(f"a scoring of the split takes about {minutes:.1f} min", flush=True)
-    case.check_time(minutes, f"a scoring of the split takes about {minutes:.1f} min")
+    seconds = (time.perf_counter() - started) * num_targets / (len(text) - 1)
+    case.check_time(seconds, f"{num_targets:,} targets of the split")
     holds, measured = find_gaps(case, tokens)
     if holds and num_targets < whole:
         raise NotTested(f"MAX_VAL_TOKENS leaves out some of {whole:,} targets: {measured}")
@@ -262,7 +270,7 @@ def check_bytes(case: Case) -> Finding:
     is_byte = np.array([sp.is_byte(i) for i in ids])
     count = -len(case.decode(tokens[:1]).encode())  # is not a target
     for document in np.split(tokens, np.flatnonzero(~has_text[tokens])):
-        case.check_time(0, "decoding the split takes longer")
+        case.check_time(0, f"{count:,} bytes")
         document = document[has_text[document]]
         last = np.flatnonzero(~is_byte[document])[-1:]
         end = int(last.sum()) + len(last)  # the split may end within a character
@@ -279,7 +287,7 @@ def check_leaks(case: Case) -> Finding:
 
     def in_time() -> Iterator[Path]:
         for i, path in enumerate(train):
-            case.check_time(0, f"{i} of {len(train)} train shards were in time")
+            case.check_time(0, f"{i} of {len(train)} train shards")
             yield path
 
     all, repeated, in_a_row = check_dataset.find_leaks(case.paths["val"], in_time(), case.bos)
@@ -334,8 +342,12 @@ def run(args: argparse.Namespace) -> int:
     """Judge a model and print the table. Returns the exit code."""
     deadline, script = time.perf_counter() + 60 * args.minutes, load_script(args.script)
     model = open_model(script, args.model, {"COMPILE": "0"})
-    print(*(line for line in model[2].log.waiting if "WARNING" in line), sep="\n")
-    findings = judge(Case(script, *model, args.model, args.tokens, args.places, deadline))
+    for line in model[2].log.waiting:
+        if "WARNING" in line:
+            print(line)
+    case = Case(script, *model, args.model, args.tokens, args.places, deadline)
+    case.score(case.split[: case.hp.train_seq_len + 1])  # the first scoring is slower
+    findings = judge(case)
     print()
     for rule, (verdict, measured) in findings.items():
         first, *rest = textwrap.wrap(measured, 70)
