@@ -11,6 +11,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import score
 import torch
@@ -181,9 +182,14 @@ def test_unquantized_weights_have_another_line(trained, tmp_path, score_knobs, n
 
 
 def test_two_ranks_score_as_one(trained, tmp_path, score_knobs):
-    results = run_ranks(tmp_path, score_knobs, 2, [score.__file__, trained[0] / ARTIFACT])
+    command = [score.__file__, trained[0] / ARTIFACT, "--losses", tmp_path / "losses.npy"]
+    results = run_ranks(tmp_path, score_knobs, 2, command)
     assert [result.returncode for result in results] == [0, 0], results[1].stderr
-    assert scores(finished(results[0])[-1]) == pytest.approx(scores(trained[1][-1]), abs=2e-6)
+    found = scores(finished(results[0])[-1])
+    assert found == pytest.approx(scores(trained[1][-1]), abs=2e-6)
+    losses = np.load(tmp_path / "losses.npy")  # one for each target
+    assert losses.dtype == np.float32 and losses.shape == (1472,)
+    assert losses.mean(dtype=np.float64) == pytest.approx(found[0], abs=1e-7) and losses.all()
     assert results[1].stdout == ""
     own = {1: {"EVAL_STRIDE": "16"}}
     for result in run_ranks(tmp_path, score_knobs, 2, [score.__file__, trained[0] / MODEL], own):

@@ -5,7 +5,6 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -203,33 +202,6 @@ def test_phases_are_those_of_a_plain_version(patched, lora_knobs, tied, monkeypa
     assert abs(losses[0] - constant) > 0.01
     assert gpt.training  # and as it was: only a copy learns
     assert all(param.requires_grad and param.grad is None for param in gpt.parameters())
-
-
-def test_a_phase_trains_only_on_scored_documents(patched, gpt, monkeypatch):
-    """So what comes later changes no earlier score by a single bit."""
-    calls, scored = [], []
-
-    def watched(name: str, run: Callable, *args):
-        result = run(*args)
-        calls.append((name, [document.tolist() for document in args[2]], result))
-        return result
-
-    for name in ("score_documents", "train_on_documents"):
-        call = functools.partial(watched, name, getattr(patched, name))
-        monkeypatch.setattr(patched, name, call)
-    tokens = random_tokens([40, 30, 20, 10, 5])
-    phases = {"lora_phases": 9, "lora_phase_documents": 1, "lora_documents": 1}
-    loss_of(patched, gpt, tokens, **phases, lora_phase_lr=0.1)
-    order = [name for name, _, _ in calls]
-    assert order == ["score_documents", *4 * ["train_on_documents", "score_documents"]]
-    for name, documents, _ in calls:
-        assert name == "score_documents" or documents == scored
-        scored += documents if name == "score_documents" else []
-    tokens[71:80] = 13  # in the third document
-    loss_of(patched, gpt, tokens, **phases, lora_phase_lr=0.1)
-    sums = [result for name, _, result in calls if name == "score_documents"]
-    changed = [not torch.equal(a, b) for a, b in zip(sums[:5], sums[5:], strict=True)]
-    assert changed == [False, False, True, True, True]
 
 
 def test_adapters_begin_alike_and_small(patched, gpt):

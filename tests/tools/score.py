@@ -1,26 +1,35 @@
 """Score a trained model: an artifact, a final_model.pt or a checkpoint.
 
-    python tests/tools/score.py final_model.int8.ptz
+    python tests/tools/score.py final_model.int8.ptz --losses losses.npy
     EVAL_STRIDE=64 torchrun --standalone --nproc_per_node=8 tests/tools/score.py final_model.pt
 
 Knobs come from the environment, else from the run that wrote the file: from the checkpoint, or from
 final_result.json in the same folder, which every node needs. The log goes to logs/, too."""
 
 import argparse
+import io
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
 from trained import SCRIPT, load_script, saved_knobs, unknown_knobs
 
 
-def score(script: ModuleType, path: Path) -> int:
-    """Score the model of this file as the script does after training. Returns the exit code."""
+def open_model(
+    script: ModuleType, path: Path, defaults: Mapping[str, str] | None = None
+) -> tuple[Any, Any, Any]:
+    """Load a model of this script, its validation split and a runtime. defaults: of knobs that the
+    environment does not set."""
     knobs = saved_knobs(path)
     environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
-    hp = script.Hyperparameters.from_env({**knobs, **environ})
+    hp = script.Hyperparameters.from_env({**knobs, **(defaults or {}), **environ})
     runtime = script.open_runtime(hp)
     script.compare_ranks(hp, runtime)
     validation = script.Validation(hp)
@@ -28,31 +37,50 @@ def score(script: ModuleType, path: Path) -> int:
     data = runtime.from_rank_0(path.read_bytes)
     script.load_weights(gpt, data, str(path))
     script.log_settings(gpt, validation, runtime)
-    runtime.log(f"score:{path}")
     if unknown := unknown_knobs(script, knobs):
         runtime.log(f"WARNING: the script lacks the run's knobs {unknown}: apply its recipes")
+    return gpt, validation, runtime
+
+
+def write_losses(script: ModuleType, losses: Tensor, path: Path, runtime: Any) -> bool:
+    """Write the losses of all ranks, fp32, as NumPy's .npy. Returns whether that succeeded."""
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+    if runtime.rank > 0:
+        return True
+    file = io.BytesIO()
+    np.save(file, losses.cpu().numpy())
+    return script.write_file(path, file.getvalue(), runtime.log)
+
+
+def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> int:
+    """Score the model of this file as the script does after training. Returns the exit code."""
+    gpt, validation, runtime = open_model(script, path)
+    is_artifact = runtime.rank == 0 and path.read_bytes()[:2] != b"PK"  # as torch.save begins
+    runtime.log(f"score:{path}")
     if runtime.rank == 0:
-        runtime.log.open(hp, runtime.source)
+        runtime.log.open(validation.hp, runtime.source)
     started = time.perf_counter()
     losses = script.final_losses(script.wrap(gpt, runtime), validation, runtime)
     loss = script.mean_loss(losses, runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
-    is_artifact = not data.startswith(b"PK")  # as files of torch.save do
+    is_saved = losses_path is None or write_losses(script, losses, losses_path, runtime)
     name = "final_int8_zlib_roundtrip" if is_artifact else "score"
     script.log_score(name, loss, eval_ms, validation, runtime)
-    return int(not math.isfinite(loss))
+    return int(not is_saved or not math.isfinite(loss))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("model", type=Path, help="artifact, final_model.pt or checkpoint")
     parser.add_argument("--script", type=Path, default=SCRIPT, help="trained the model")
+    parser.add_argument("--losses", type=Path, metavar="FILE.npy", help="write each target's loss")
     args = parser.parse_args(arguments)
     for path in (args.model, args.script):
         if not path.is_file():
             parser.error(f"{str(path)!r} is not a file")
     script = load_script(args.script)
-    script.leave(lambda: score(script, args.model))
+    script.leave(lambda: score(script, args.model, args.losses))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,227 @@
+"""referee.py: fair scores pass, and each unfair edit breaks the rule that forbids it."""
+
+import copy
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import referee
+import torch
+import torch.nn.functional as F
+from recipe import RECORDS
+from runs import ALONE
+from scripts import knobs_of, load, patch_script, random_model
+from sentencepiece import SentencePieceProcessor
+from texts import TEXTS, train_tokenizer, write_shard
+from torch import Tensor, nn
+
+import train_gpt
+
+pytestmark = pytest.mark.baseline
+ORDER, SUMS, TARGETS, BYTES, LEAKS, LIMITS = referee.RULES
+T = 16
+SMALL = (
+    f"VOCAB_SIZE=48 TRAIN_SEQ_LEN={T} BATCH_SLOTS=1 TRAIN_BATCH_TOKENS=64 VAL_BATCH_SIZE=128 "
+    "NUM_LAYERS=2 MODEL_DIM=32 NUM_HEADS=4 NUM_KV_HEADS=2 DEVICE=cpu DTYPE=fp32 COMPILE=0"
+)
+CHUNKS = "TTT_LR=0.05 TTT_CHUNK_TOKENS=64"
+LORA = "LORA_RANK=4 LORA_CHUNK=16 LORA_DOCUMENTS=2 LORA_LR=0.01"
+PHASES = f"{LORA} LORA_PHASES=2 LORA_PHASE_DOCUMENTS=2 LORA_PHASE_LR=0.1"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> dict[str, str]:
+    """Knobs of a small model, and shards with a tiny vocabulary: letters and a few pairs."""
+    folder = tmp_path_factory.mktemp("letters")
+    texts = [re.sub("[^a-z]+", " ", text.lower()) for text in TEXTS]
+    settings = {"sentence_iterator": iter(texts), "vocab_size": 48, "byte_fallback": False}
+    tokenizer = folder / "letters.model"
+    tokenizer.write_bytes(train_tokenizer(**settings))
+    sp = SentencePieceProcessor(model_file=str(tokenizer))
+    documents = [[1, *sp.encode(text)[:70]] for text in texts]
+    write_shard(folder / "fineweb_val_0.bin", sum(documents[:12], []))
+    write_shard(folder / "fineweb_train_0.bin", sum(documents[12:], []))
+    return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(tokenizer), **read(SMALL)}
+
+
+def read(knobs: str) -> dict[str, str]:
+    return dict(knob.split("=") for knob in knobs.split())
+
+
+def judge(script: ModuleType, environ: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """The referee's findings about a model with random weights."""
+    gpt = random_model(script, environ)
+    validation = script.Validation(gpt.hp)
+    return referee.judge(referee.Case(script, gpt, validation, ALONE, Path("none"), 256, 16))
+
+
+def broken(findings: dict[str, tuple[str, str]]) -> list[str]:
+    assert [rule for rule, (verdict, _) in findings.items() if verdict == "not tested"] == [LIMITS]
+    return [rule for rule, (verdict, _) in findings.items() if verdict == "broken"]
+
+
+FAIR = {
+    "base": ([], ""),
+    "strides": ([], "EVAL_STRIDE=5"),
+    "documents": (["document_mask"], "WHOLE_DOCUMENTS=0"),
+    "whole_documents": (["document_mask"], ""),
+    "smear": (["smear_gate"], ""),
+    "smear_inputs": (["smear_gate"], "SMEAR_CHANNELS=12"),
+    "bigram": (["bigram_hash"], ""),
+    "chunks": (["score_first_ttt"], CHUNKS),
+    "lora": (["lora_ttt"], LORA),
+    "lora_keep_and_phases": (["lora_ttt"], f"{PHASES} LORA_KEEP=1"),
+    "record": (RECORDS["record"], "EVAL_STRIDE=8"),
+    "record1493": (RECORDS["record1493"], f"{CHUNKS} EVAL_STRIDE=8"),
+    "record1855": (RECORDS["record1855"], PHASES),
+}
+FAST = ("base", "strides", "chunks", "lora_keep_and_phases")
+SLOW = {name: () if name in FAST else pytest.mark.recipes for name in FAIR}
+
+
+@pytest.mark.parametrize(
+    "names, knobs", [pytest.param(*FAIR[name], id=name, marks=SLOW[name]) for name in FAIR]
+)
+def test_a_fair_score_passes(tmp_path, small, names, knobs, monkeypatch):
+    script = load(patch_script(tmp_path, names), monkeypatch) if names else train_gpt
+    assert broken(judge(script, {**knobs_of(small, names), **read(knobs)})) == []
+
+
+# ---- Unfair edits: losses of tokens[1:], from a model and its logits in windows side by side -----
+def train_on_the_split(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+    gpt, batch = copy.deepcopy(model), (tokens[:-1].view(-1, T), tokens[1:].view(-1, T))
+    gpt(*batch).backward()
+    torch.optim.SGD(gpt.parameters(), 0.1).step()
+    return gpt(*batch, "none").flatten().detach()
+
+
+def use_a_bidirectional_mask(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+    def attend(*qkv: Tensor) -> Tensor:
+        qkv = (x.transpose(1, 2) for x in qkv)
+        return F.scaled_dot_product_attention(*qkv, enable_gqa=True).transpose(1, 2)
+
+    with patch.object(train_gpt, "attend", attend), torch.no_grad():
+        return model(tokens[:-1].view(-1, T), tokens[1:].view(-1, T), "none").flatten()
+
+
+def hint_in_a_circle(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+    """Raise the logits of what another one of three documents has at the same offset."""
+    starts = (tokens == 1).nonzero()[:3, 0].tolist()
+    for start, other in zip(starts, starts[1:] + starts[:1], strict=True):
+        for i in range(10 if len(starts) == 3 else 0):
+            logits[start + i, tokens[other + 1 + i]] += 2
+    return F.cross_entropy(logits, tokens[1:], reduction="none")
+
+
+def skip_hard_tokens(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits, tokens[1:], reduction="none")
+    return losses.where(losses < 12, 0)
+
+
+def choose_a_temperature_for_each_token(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+    losses = [F.cross_entropy(t * logits, tokens[1:], reduction="none") for t in (0.5, 1)]
+    return torch.stack(losses).amin(dim=0)
+
+
+def boost_without_renormalization(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+    """Boost what followed a token the last time."""
+    losses, last = F.cross_entropy(logits, tokens[1:], reduction="none"), {}
+    for i, (token, target) in enumerate(itertools.pairwise(tokens.tolist())):
+        losses[i] -= 2 * (last.get(token) == target)
+        last[token] = target
+    return losses
+
+
+UNFAIR = {
+    train_on_the_split: [ORDER, SUMS],
+    use_a_bidirectional_mask: [ORDER, SUMS],
+    hint_in_a_circle: [ORDER],
+    skip_hard_tokens: [SUMS, TARGETS],
+    choose_a_temperature_for_each_token: [SUMS],
+    boost_without_renormalization: [SUMS],
+}
+
+
+@pytest.mark.parametrize("edit", UNFAIR, ids=lambda edit: edit.__name__)
+def test_an_unfair_edit_breaks_its_rule(small, edit, monkeypatch):
+    def final_losses(model, validation, runtime):
+        tokens = validation.tokens.long()
+        return edit(model, model.logits(tokens[:-1].view(-1, T)).detach(), tokens)
+
+    monkeypatch.setattr(train_gpt, "final_losses", final_losses)
+    findings = judge(train_gpt, small)
+    assert broken(findings) == UNFAIR[edit], findings
+    if edit is hint_in_a_circle:
+        first, *others, last = re.findall(r"(\d+) '", findings[ORDER][1])
+        assert first == last and len(others) == 2
+
+
+@pytest.mark.parametrize("name, knobs", [("score_first_ttt", CHUNKS), ("lora_ttt", PHASES)])
+def test_training_on_a_chunk_or_documents_before_scoring_breaks_the_order(
+    tmp_path, small, name, knobs, monkeypatch
+):
+    path = patch_script(tmp_path, [name])
+    text = path.read_text()
+    edited = text.replace("documents[: n * first]", "documents[: n * end]")
+    for lines in re.findall(r" +scored = evaluate.*\n +losses\[start.*\n", text):
+        end = "            optimizer.zero_grad(set_to_none=True)\n    return losses"
+        edited = text.replace(lines, "").replace("i == len(starts) - 1", "False")
+        edited = edited.replace(end, end.replace("    return", f"{lines}    return"))
+    path.write_text(edited)
+    assert ORDER in broken(judge(load(path, monkeypatch), {**small, **read(knobs)}))
+
+
+def test_too_many_bytes_and_a_mean_of_easy_tokens_are_named(small, monkeypatch):
+    count_bytes, mean_loss = train_gpt.count_bytes, train_gpt.mean_loss
+    with monkeypatch.context() as context:
+        context.setattr(train_gpt, "count_bytes", lambda *args: count_bytes(*args) + 1)
+        assert broken(judge(train_gpt, small)) == [BYTES]
+    monkeypatch.setattr(train_gpt, "mean_loss", lambda x, runtime: mean_loss(x[x < 12], runtime))
+    assert broken(judge(train_gpt, small)) == [TARGETS]
+
+
+def test_validation_documents_that_also_train_are_a_leak(small, tmp_path):
+    for split in ("val", "train"):
+        shutil.copy(f"{small['DATA_PATH']}/fineweb_val_0.bin", tmp_path / f"fineweb_{split}_0.bin")
+    assert broken(judge(train_gpt, {**small, "DATA_PATH": str(tmp_path)})) == [LEAKS]
+
+
+@pytest.mark.parametrize(
+    "gpus, change, holds",
+    [
+        (8, {}, True),
+        (8, {"train_ms": 595_102}, False),  # a step begins before the limit
+        (8, {"eval_ms": 600_001}, False),
+        (1, {"train_ms": 10**6, "eval_ms": 10**6}, True),  # shown, not judged
+        (1, {"bytes_total": 16_000_001}, False),
+    ],
+)
+def test_limits_count_calibration(tmp_path, gpus, change, holds, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "name.txt").write_text("gptq_time:5000ms\n")
+    result = {"bytes_total": 16_000_000, "train_ms": 595_100, "steps": 5951, "eval_ms": 600_000}
+    result |= {**change, "knobs": {"run_id": "name"}}
+    (tmp_path / "final_result.json").write_text(json.dumps(result))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert referee.check_limits(SimpleNamespace(path=tmp_path / "model"))[0] == holds
+
+
+def test_the_program_prints_a_table_and_exits_with_the_verdict(trained, tmp_path, capsys):
+    artifact, result = (trained[0] / name for name in ("final_model.int8.ptz", "final_result.json"))
+    model, five = tmp_path / "model", [*referee.RULES][:5]
+    for argument, verdict in [("--tokens=256", "holds"), ("--minutes=0", "not tested")]:
+        assert referee.main([str(artifact), argument]) == 0
+        assert re.findall(rf"^(\S.*\S) +{verdict}  ", capsys.readouterr().out, re.M)[:5] == five
+    shutil.copy(artifact, model)
+    large = {**json.loads(result.read_bytes()), "bytes_total": 16_000_001}
+    (tmp_path / result.name).write_text(json.dumps(large))
+    assert referee.main([str(model), "--minutes=0"]) == 1
+    model.write_bytes(b"no model")
+    assert referee.main([str(model)]) == 2
+    error = capsys.readouterr().err
+    assert "is damaged or not a model file" in error and "Traceback" not in error

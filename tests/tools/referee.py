@@ -1,0 +1,381 @@
+"""Is a score fair? It is if a decoder that has only the artifact could restore the text from a file
+that is as long as the score says. Exit code 0: no rule is broken; 1: one is; 2: it could not run.
+
+    python tests/tools/referee.py final_model.int8.ptz
+    python tests/tools/referee.py final_model.int8.ptz --script edited.py --tokens 4096 --minutes 60
+
+Knobs come from the environment, else from the run that wrote the file, as in score.py."""
+
+import argparse
+import copy
+import glob
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from score import open_model
+from sentencepiece import SentencePieceProcessor
+from trained import SCRIPT, load_script
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
+
+import caseops  # noqa: E402
+import check_dataset  # noqa: E402
+
+Finding = tuple[bool, str]  # whether the rule holds, and what was measured
+LENGTHS = (1, 6, 2, 4, 3, 5)  # of documents, in proportion
+PASSAGE = 24  # tokens with which three documents begin, so that hints from one to another act
+MAX_NOISE = 0.01  # nats between two equal scorings
+# If a script rounds losses to bf16, each is off by up to 1/512 of itself, and the sum by 1/512 of
+# their mean, which may be 5 nats.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+
+
+class NotTested(Exception):
+    """Says why a rule was not tested."""
+
+
+@dataclass
+class Case:
+    """A model, what scoring it needs, and the limits of the tests."""
+
+    script: ModuleType
+    gpt: torch.nn.Module
+    validation: Any  # as the script has it
+    runtime: Any
+    path: Path  # of the model
+    num_tokens: int = 0  # of the short text; 0: as many as the knobs need
+    num_places: int = 32
+    deadline: float = math.inf  # of time.perf_counter()
+
+    def __post_init__(self) -> None:
+        self.hp = self.validation.hp
+        self.model = self.script.wrap(self.gpt, self.runtime)
+        self.weights = copy.deepcopy(self.gpt.state_dict())
+        self.tokenizer = SentencePieceProcessor(model_file=self.hp.tokenizer_path)
+        self.bos = self.tokenizer.bos_id()
+        self.paths = {s: sorted(map(Path, glob.glob(self.hp.files(s)))) for s in ("val", "train")}
+        shards = [np.fromfile(path, "<u2", offset=1024) for path in self.paths["val"]]
+        self.split = np.concatenate(shards)
+        self.words = self.split[self.split != self.bos]
+
+    def score(self, tokens: np.ndarray, hp: Any = None) -> torch.Tensor:
+        """Losses of tokens[1:], computed as after training. hp: other knobs."""
+        self.gpt.load_state_dict(self.weights)  # scoring may train the model itself
+        torch.manual_seed(0)
+        validation = copy.copy(self.validation)
+        validation.tokens, validation.hp = torch.from_numpy(tokens), hp or self.hp
+        return self.script.final_losses(self.model, validation, self.runtime).float().cpu()
+
+    def score_all(self, texts: list[np.ndarray], hp: Any = None) -> Iterator[torch.Tensor]:
+        """Score texts of one length. Raises NotTested if the time does not suffice."""
+        name = f"{len(texts)} scorings of {len(texts[0]) - 1:,} tokens"
+        started = time.perf_counter()
+        for i, text in enumerate(texts):
+            if i == 1:
+                self.check_time((time.perf_counter() - started) * (len(texts) - 1), name)
+            self.check_time(0, f"{name}: {i}")
+            losses = self.score(text, hp)
+            if len(losses) != len(text) - 1:
+                raise NotTested(f"{len(losses)} losses for {len(text) - 1} targets")
+            yield losses
+            if sys.stderr.isatty():
+                print(f"{i + 1} of {len(texts)} ", end="\r", file=sys.stderr, flush=True)
+
+    def check_time(self, seconds: float, name: str) -> None:
+        """Print how long this will take, if long. Raises NotTested if that is too long."""
+        time_needed = f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+        if seconds > 0:
+            print(f"{name}: about {time_needed}", flush=True)
+        if time.perf_counter() + seconds >= self.deadline:
+            took = f"take about {time_needed}" if seconds > 0 else "were in time"
+            raise NotTested(f"{name} {took}: raise --minutes, or lower --tokens or --places")
+
+    def change(self, tokens: np.ndarray, places: Any) -> np.ndarray:
+        """Copy tokens with others at these places, none of which is BOS before or after."""
+        changed = tokens.copy()
+        changed[places] = (tokens[places] + 1) % self.hp.vocab_size
+        return changed + (changed == self.bos) * (tokens != self.bos)
+
+    def decode(self, ids: np.ndarray) -> str:
+        text = self.tokenizer.decode(ids.tolist())
+        return caseops.decode(text) if caseops.is_caseops(self.tokenizer) else text
+
+    def knobs_with(self, word: str) -> list[int]:
+        """The values of the knobs in use that have this word in their name."""
+        has_phases = getattr(self.hp, "lora_phases", 0) > 0
+        knobs = {k: v for k, v in asdict(self.hp).items() if has_phases or "phase" not in k}
+        return [v for name, v in knobs.items() if word in name and type(v) is int and v > 0]
+
+
+# ---- A decoding order exists ---------------------------------------------------------------------
+def needed_size(case: Case) -> tuple[int, int]:
+    """Numbers of documents and tokens with which a text has several windows, chunks and phases."""
+    T, unit = case.hp.train_seq_len, case.hp.batch_slots * case.hp.train_seq_len
+    documents, chunks = case.knobs_with("documents"), case.knobs_with("chunk")
+    num_documents = 3 * max([2, *documents])
+    return num_documents, max(3 * max([unit, *chunks]), 2 * num_documents * min([T, *chunks]))
+
+
+def short_text(case: Case) -> tuple[np.ndarray, list[int]]:
+    """Cut the split's text into new documents, short and long ones. Returns the tokens and the
+    places of BOS."""
+    T, (count, wanted) = case.hp.train_seq_len, needed_size(case)
+    size = math.ceil((case.num_tokens or wanted) / T) * T
+    count = max(min(count, size // 16), 3)
+    text = np.resize(case.words, size + 1)  # repeats what is too short
+    ends = np.cumsum(np.resize(LENGTHS, count))
+    starts = [0, *(ends[:-1] * size // ends[-1]).tolist()]
+    for start in starts[:3]:
+        length = min(PASSAGE, starts[1] - 2)
+        text[start + 1 : start + 1 + length] = text[1 : 1 + length]
+    text[starts] = case.bos
+    return text, starts
+
+
+def choose_places(case: Case, text: np.ndarray, starts: list[int]) -> list[int]:
+    """Choose neighbors in the common passage and on both sides of documents', windows' and chunks'
+    bounds."""
+    chunks, end = case.knobs_with("chunk"), len(text)
+    kinds = [starts[1:], [start + n for start in starts for n in chunks]]
+    kinds += [[*range(n, end, n)] for n in (case.hp.train_seq_len, *chunks)]
+    for bounds in kinds:
+        random.Random(0).shuffle(bounds)
+    last = min(PASSAGE, starts[1] - 2)  # token of the passage
+    near = [start + last - i for start in starts[:3] for i in (1, 0)]
+    bounds = filter(None, itertools.chain(*itertools.zip_longest(*kinds)))
+    near += [bound + i for bound in bounds for i in (-2, -1, 0, 1)]
+    places = dict.fromkeys(i for i in near if 0 < i < end and text[i] != case.bos)
+    return sorted([*places][: case.num_places])
+
+
+def find_circle(needs: dict[int, set[int]]) -> list[int]:
+    """Find places from one back to itself, each of which needs the one before it. needs[place]: the
+    places to decode before it. Empty if there is an order."""
+    for place, others in needs.items():
+        for other in others:
+            if place in needs[other]:
+                return [place, other, place]
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def check_order(case: Case) -> Finding:
+    """Change one token at a time. A loss elsewhere that changes with it must be decoded later."""
+    text, starts = short_text(case)
+    places = choose_places(case, text, starts)
+    columns = torch.tensor(places) - 1
+    texts = [text, text, *(case.change(text, [place]) for place in places)]
+    first, again, *others = case.score_all(texts)
+    noise = (first - again).abs().max().item()
+    if not noise <= MAX_NOISE:  # or is not a number
+        raise NotTested(f"equal scorings differ by {noise:.2g} nats: set DEVICE=cpu or DTYPE=fp32")
+    changes = torch.stack([(losses - first)[columns].abs() > 4 * noise for losses in others])
+    changes.fill_diagonal_(False)
+    rows = dict(zip(places, changes.T.tolist(), strict=True))
+    circle = find_circle({place: {*itertools.compress(places, row)} for place, row in rows.items()})
+    wanted = needed_size(case)[1]
+    note = f" (less than {wanted:,}, which its knobs need)" if len(text) <= wanted else ""
+    measured = (
+        f"{len(places)} places in {len(starts)} documents of {len(text) - 1:,} tokens{note}: "
+        f"{int(changes.sum())} losses depend on another place (by more than {4 * noise:.2g} nats)"
+    )
+    if not circle:
+        return True, f"{measured}; the bounds of documents count as known"
+    words = [f"{place} {case.decode(text[max(place - 3, 0) : place + 1])!r}" for place in circle]
+    return False, f"{measured}; in a circle, each on the one before: {', '.join(words[:7])}"
+
+
+# ---- The other rules -----------------------------------------------------------------------------
+def check_sums(case: Case) -> Finding:
+    """Put each token at one place. The text repeats itself there, so that hints act."""
+    size = min(case.hp.train_seq_len, 64)  # one short window
+    hp = replace(case.hp, train_seq_len=size, eval_stride=0)
+    text = np.resize(case.words[: size // 2], size + 1)
+    text[1:], text[0] = text[:-1].copy(), case.bos
+    place = size * 3 // 4
+    texts = [text.copy() for _ in range(hp.vocab_size)]
+    for token, changed in enumerate(texts):
+        changed[place] = token
+    total = sum(math.exp(-losses[place - 1]) for losses in case.score_all(texts, hp))
+    tolerance = TOLERANCE[case.runtime.dtype]
+    measured = f"{total:.6f} over {len(texts):,} tokens at place {place} of {size}"
+    return abs(total - 1) <= tolerance, f"{measured} (tolerance {tolerance:g})"
+
+
+def find_gaps(case: Case, tokens: np.ndarray) -> Finding:
+    """Count the losses. One that is 0 and stays so for another target is a gap."""
+    losses = case.score(tokens)
+    if len(losses) != len(tokens) - 1:
+        return False, f"{len(losses):,} losses for {len(tokens) - 1:,} targets"
+    gaps = (losses == 0).numpy()
+    if gaps.any():
+        places = np.flatnonzero(gaps & (tokens[1:] != case.bos)) + 1
+        gaps &= (case.score(case.change(tokens, places)) == 0).numpy()
+    mean, own = losses.mean(dtype=torch.float64).item(), case.script.mean_loss(losses, case.runtime)
+    measured = f"{len(losses):,} losses, {gaps.sum()} of them missing, mean {mean:.4f}"
+    if abs(own - mean) > 1e-6 * mean:
+        return False, f"{measured}, by mean_loss {own:.4f}"
+    return not gaps.any(), measured
+
+
+def check_targets(case: Case) -> Finding:
+    """Check the losses of the short text and, if there is time, of the whole split."""
+    tokens, T = case.validation.tokens.numpy(), case.hp.train_seq_len
+    num_targets, whole = len(tokens) - 1, (len(case.split) - 1) // T * T  # without the tail
+    if not np.array_equal(tokens, case.split[: len(tokens)]):
+        return False, "the scored tokens are not those of the shards"
+    if num_targets < whole and case.hp.max_val_tokens <= 0:
+        return False, f"only {num_targets:,} of {whole:,} targets are scored"
+    text, _ = short_text(case)
+    started = time.perf_counter()
+    holds, measured = find_gaps(case, text)
+    if not holds:
+        return False, f"short text: {measured}"
+    seconds = (time.perf_counter() - started) * num_targets / (len(text) - 1)
+    case.check_time(seconds, f"{num_targets:,} targets of the split")
+    holds, measured = find_gaps(case, tokens)
+    if holds and num_targets < whole:
+        raise NotTested(f"MAX_VAL_TOKENS leaves out some of {whole:,} targets: {measured}")
+    return (
+        holds,
+        f"{measured}; the split has {whole:,} targets and a tail of {len(case.split) - 1 - whole}",
+    )
+
+
+def check_bytes(case: Case) -> Finding:
+    """Decode the scored tokens, one document at a time, and compare the bytes with the score's."""
+    tokens, sp = case.validation.tokens.numpy(), case.tokenizer
+    ids = range(sp.vocab_size())
+    has_text = np.array(
+        [not (sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)) for i in ids]
+    )
+    is_byte = np.array([sp.is_byte(i) for i in ids])
+    count = -len(case.decode(tokens[:1]).encode())  # is not a target
+    for document in np.split(tokens, np.flatnonzero(~has_text[tokens])):
+        case.check_time(0, f"{count:,} bytes")
+        document = document[has_text[document]]
+        last = np.flatnonzero(~is_byte[document])[-1:]
+        end = int(last.sum()) + len(last)  # the split may end within a character
+        count += len(case.decode(document[:end]).encode()) + len(document) - end
+    own = round((len(tokens) - 1) / math.log(2) / case.validation.bits_per_byte(1.0))
+    return own == count, f"{count:,} in the decoded text, {own:,} in the score"
+
+
+def check_leaks(case: Case) -> Finding:
+    """Look for validation documents in the train shards."""
+    train = case.paths["train"]
+    if not train:
+        raise NotTested(f"{case.hp.data_path} has no train shards")
+
+    def in_time() -> Iterator[Path]:
+        for i, path in enumerate(train):
+            case.check_time(0, f"{i} of {len(train)} train shards")
+            yield path
+
+    all, repeated, in_a_row = check_dataset.find_leaks(case.paths["val"], in_time(), case.bos)
+    found = f"{repeated} of {all} documents ({repeated / all:.2%})"
+    return in_a_row == 0, f"{found} are in {len(train)} train shards, {in_a_row} in a row"
+
+
+def check_limits(case: Case) -> Finding:
+    """Compare the run's size with its limit and, if there are eight GPUs, its times, too."""
+    path = case.path.with_name("final_result.json")
+    result = json.loads(path.read_bytes()) if path.is_file() else {}
+    if "bytes_total" not in result:
+        raise NotTested(f"{path} is missing, or of a run without a score")
+    log = path.parent / "logs" / f"{result['knobs']['run_id']}.txt"
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    train_ms = result["train_ms"] + sum(
+        map(int, re.findall(r"^gptq_time:(\d+)ms", text, re.M)[-1:])
+    )
+    last_step = result["train_ms"] / max(result["steps"], 1)  # begins before the limit
+    in_time = train_ms <= 600_000 + last_step and result["eval_ms"] <= 600_000
+    is_judged = torch.cuda.device_count() >= 8
+    times = f"trained {train_ms / 1000:.0f} s, scored {result['eval_ms'] / 1000:.0f} s"
+    note = "of 600 each" if is_judged else "not judged without eight GPUs"
+    fits = result["bytes_total"] <= 16_000_000
+    measured = f"{result['bytes_total']:,} of 16,000,000 bytes; {times} ({note})"
+    return fits and (in_time or not is_judged), measured
+
+
+RULES = {
+    "a decoding order exists": check_order,
+    "probabilities sum to 1": check_sums,
+    "every target counts once": check_targets,
+    "bytes are those of the text": check_bytes,
+    "nothing leaked": check_leaks,
+    "limits": check_limits,
+}
+
+
+def judge(case: Case) -> dict[str, tuple[str, str]]:
+    """For each rule, whether it holds, and what was measured."""
+    findings = {}
+    for rule, check in RULES.items():
+        try:
+            holds, measured = check(case)
+            findings[rule] = ("holds" if holds else "broken", measured)
+        except NotTested as reason:
+            findings[rule] = ("not tested", str(reason))
+    return findings
+
+
+def run(args: argparse.Namespace) -> int:
+    """Judge a model and print the table. Returns the exit code."""
+    deadline, script = time.perf_counter() + 60 * args.minutes, load_script(args.script)
+    model = open_model(script, args.model, {"COMPILE": "0"})
+    for line in model[2].log.waiting:
+        if "WARNING" in line:
+            print(line)
+    case = Case(script, *model, args.model, args.tokens, args.places, deadline)
+    case.score(case.split[: case.hp.train_seq_len + 1])  # the first scoring is slower
+    findings = judge(case)
+    print()
+    for rule, (verdict, measured) in findings.items():
+        first, *rest = textwrap.wrap(measured, 70)
+        print(f"{rule:28} {verdict:11} {first}", *(f"{'':40} {line}" for line in rest), sep="\n")
+    return int(any(verdict == "broken" for verdict, _ in findings.values()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("model", type=Path, help="artifact, final_model.pt or checkpoint")
+    parser.add_argument("--script", type=Path, default=SCRIPT, help="trained the model")
+    parser.add_argument("--tokens", type=int, default=0, help="of the short text")
+    parser.add_argument("--places", type=int, default=32, help="in it that change (32)")
+    parser.add_argument("--minutes", type=float, default=10, help="for all rules together (10)")
+    args = parser.parse_args(arguments)
+    for path in (args.model, args.script):
+        if not path.is_file():
+            parser.error(f"{str(path)!r} is not a file")
+    if "RANK" in os.environ:
+        parser.error("start it without torchrun: it is one process")
+    try:
+        return run(args)
+    except (Exception, SystemExit) as error:
+        if type(error).__name__ in ("InputError", "SystemExit"):
+            error.__traceback__ = None  # the message is enough
+        sys.excepthook(type(error), error, error.__traceback__)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
