@@ -174,7 +174,7 @@ def find_influence(module: ModuleType, gpt: nn.Module) -> dict[int, set[int]]:
 def test_a_decoder_can_follow_the_order_of_decoding(
     tmp_path, with_lora, knobs, stack, order, monkeypatch
 ):
-    """A token changes no score of a document that is decoded earlier: with adapters kept and phases.
+    """A token changes no score of a document decoded earlier, even with kept adapters and phases.
     In stream order, the longest document's hints need one that is decoded after training on it."""
     module, environ = with_lora, {"TILT_ORDER": order}
     if stack == "record":
