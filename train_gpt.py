@@ -5,11 +5,10 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     eight GPUs: no results yet
     python train_gpt.py --help                                all knobs
 
-Every knob is an environment variable: a field of Hyperparameters, in capitals. The last line of the
-log is the score of the compressed model.
+Knobs are environment variables. The last line of the log is the score of the compressed model.
 
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
-Machinery: Runtime (ranks, log, clock); then State, Training (accumulation, loop, signals), main.
+Training has the accumulation and the loop; Runtime, Files, State and main are machinery.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
@@ -388,8 +387,7 @@ class GPT(nn.Module):
 # ---- Optimizers ------------------
 # Optimizer group of each parameter outside the blocks, by name prefix.
 OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
-# A resumed run takes these from its knobs, not from the checkpoint.
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not from a checkpoint
 
 
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
@@ -499,12 +497,15 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     return [adam, muon]
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore a saved state_dict, except OPTIMIZER_KNOBS."""
-    groups = []
-    for group, old in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        groups.append(old | {key: group[key] for key in OPTIMIZER_KNOBS if key in group})
-    optimizer.load_state_dict({**saved, "param_groups": groups})
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], cast: bool) -> None:
+    """Restore a saved state_dict, except OPTIMIZER_KNOBS. cast: to the parameters' dtypes."""
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        saved_group |= {key: group[key] for key in OPTIMIZER_KNOBS if key in group}
+    optimizer.load_state_dict(saved)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, values in saved["state"].items() if not cast else ():  # torch has cast them
+        state = optimizer.state[params[i]]
+        state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
 
 # ---- Schedules -------------------
@@ -725,8 +726,7 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
         # Waiting threads spin. If another program takes a core, one thread less is faster.
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if distributed:
-        # On one node, torchrun's store outlives a restart: the prefix hides the old ranks' entries.
-        # NCCL's watchdog writes past it, and its request for a dump would end the new ranks, too.
+        # On one node, torchrun's store outlives a restart, with addresses and alarms of old ranks.
         store, _, _ = next(dist.rendezvous("env://"))
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -1127,8 +1127,9 @@ class TrainingState:
 
     def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
         load_model(self.gpt, saved["model"], name)
+        cast = any(saved["model"][key].dtype != p.dtype for key, p in self.gpt.named_parameters())
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
-            load_optimizer(optimizer, saved_optimizer)
+            load_optimizer(optimizer, saved_optimizer, cast)
         stream = self.loader.stream
         stream.shard, stream.position = saved["stream"]
         if stream.shard >= len(stream.shards):
@@ -1285,12 +1286,11 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
 
 def train(state: TrainingState, validation: Validation) -> int:
     """Train up to a limit or a signal. Returns the signal's number; 0: none."""
-    hp = state.hp
+    hp, gather = state.hp, state.runtime.gather
     cap_ms = 1000 * hp.max_wallclock_seconds
     set_signal_action(state.request_stop)
     while True:  # each way out is at the top, where all ranks agree
-        mine = state.stopwatch.elapsed_ms(), state.signum
-        clocks, signums = zip(*state.runtime.gather(mine), strict=True)
+        clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
         elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
         if state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
             state.stopwatch.pause()

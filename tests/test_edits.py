@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 from edits import EDITS, README, TOGETHER, edit_script
+from recipe import RECIPES, RECORDS
 from runs import ALONE, ROOT, SCRIPT, failed, process_environ, run_ranks
-from scripts import NAMES, RECIPES, RECORDS
+from scripts import NAMES
 from torch import nn
 
 import train_gpt

@@ -150,7 +150,7 @@ def score_file(folder: Path, knobs: dict, path: Path) -> list[str]:
 
 def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path, score_knobs):
     """With the knobs of its run, which are next to it."""
-    left_over = {"RESUME": "auto", "EVAL_ONLY": "x"}  # exported for a run: they change nothing
+    left_over = {"RESUME": "auto"}  # exported for a run: they change nothing
     lines = score_file(tmp_path, {**score_knobs, **left_over}, trained[0] / ARTIFACT)
     assert lines[-1] == trained[1][-1]
     assert lines[-2].startswith("final_int8_zlib_roundtrip val_loss:")

@@ -127,7 +127,9 @@ def main() -> None:
         check("optimizer state", lambda: [[*one.state.values()] for one in state.optimizers])
         check("step after load_state_dict", train_gpt.train_step, state)
         tokens = torch.zeros(8 * hp.train_seq_len + 1, dtype=torch.uint16)
-        check("evaluate", train_gpt.evaluate, state.model, tokens, hp.train_seq_len, hp, runtime)
+        evaluation = (state.model, tokens, hp.train_seq_len, hp, runtime)
+        check("evaluate", train_gpt.evaluate, *evaluation)
+        check("mean_loss", train_gpt.mean_loss, train_gpt.evaluate(*evaluation), runtime)
     (folder / "result.json").write_text(json.dumps(results))
     os._exit(0)  # autograd's and the fake group's threads have nothing to clean up
 
