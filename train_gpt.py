@@ -880,10 +880,10 @@ def evaluate(
         # The last batch is padded with its last window: a new shape would recompile the model.
         window_ids = torch.arange(i, i + batch_size).clamp(max=my_end - 1)
         places = starts[window_ids, None] + torch.arange(T)  # (B, T)
-        windows = torch.stack((tokens[places], tokens[places + 1]))  # inputs and targets
+        spans = [tokens[start + k : start + k + T] for k in (0, 1) for start in starts[window_ids]]
+        inputs, targets = upload(torch.stack(spans), runtime.device).long().view(2, -1, T)
         places[places < first_new[window_ids, None]] = num_targets  # the spare
-        scored = model(*upload(windows, runtime.device).long(), "none")
-        losses[upload(places, runtime.device)] = scored
+        losses[upload(places, runtime.device)] = model(inputs, targets, "none")
     model.train()
     return losses[:-1]
 
