@@ -1,6 +1,6 @@
 """Write a copy of train_gpt.py with recipes, or with those of a record:
 
-    python tests/tools/recipe.py leaky_relu min_lr -o leaky.py
+    python tests/tools/recipe.py leaky_relu min_lr -o mine.py
     python tests/tools/recipe.py record1855      # writes record1855.py, next to train_gpt.py
 
 --refresh: after an edit of train_gpt.py, rewrite the patches whose lines have moved."""
