@@ -246,7 +246,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
     if q.device.type == "cuda" and q.dtype == torch.float32:
-        # No fused fp32 kernel supports grouped queries. MATH would, but keeps all scores in memory.
+        # No fused fp32 kernel supports grouped queries. MATH does, but keeps all scores in memory.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
@@ -498,12 +498,12 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], cast: bool) -> None:
-    """Restore a saved state_dict, except OPTIMIZER_KNOBS. cast: to the parameters' dtypes."""
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        saved_group |= {key: group[key] for key in OPTIMIZER_KNOBS if key in group}
-    optimizer.load_state_dict(saved)
+    """Restore a saved state_dict, except OPTIMIZER_KNOBS. cast: not with its dtypes."""
+    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    groups = [old | {key: new[key] for key in OPTIMIZER_KNOBS if key in new} for new, old in pairs]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for i, values in saved["state"].items() if not cast else ():  # torch has cast them
+    for i, values in ({} if cast else saved["state"]).items():  # undo torch's cast
         state = optimizer.state[params[i]]
         state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
@@ -687,16 +687,16 @@ class Runtime:
         return values
 
     def from_rank_0(self, job: Callable[[], Any]) -> Any:
-        """Call job on rank 0 alone. Returns its result, or raises its InputError, on every rank."""
+        """Call job on rank 0 alone. Returns its result, or raises its user error, on all ranks."""
         box: list[Any] = [None]
         if self.rank == 0:
             try:
                 box = [job()]
-            except InputError as error:
+            except (InputError, OSError) as error:
                 box = [error]
         if dist.is_initialized():
             dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], InputError):
+        if isinstance(box[0], Exception):
             raise box[0]
         return box[0]
 
@@ -726,7 +726,7 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
         # Waiting threads spin. If another program takes a core, one thread less is faster.
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if distributed:
-        # On one node, torchrun's store outlives a restart, with addresses and alarms of old ranks.
+        # On one node, the store outlives a restart, with old addresses and an error flag of NCCL.
         store, _, _ = next(dist.rendezvous("env://"))
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -797,7 +797,7 @@ class Stopwatch:
 
 # ---- Evaluation ------------------
 # Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
-# context, windows may begin EVAL_STRIDE tokens apart. The first that has a target scores it.
+# context, windows may begin EVAL_STRIDE tokens apart. The first window with a target scores it.
 def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
     size = tokenizer.vocab_size()
@@ -889,7 +889,7 @@ def evaluate(
 
 
 def mean_loss(losses: Tensor, runtime: Runtime) -> float:
-    """Mean of the losses that the ranks have scored, each its own, on every rank."""
+    """Mean over all targets, on every rank. losses: as evaluate returns them."""
     return sum(runtime.gather(losses.sum(dtype=torch.float64).item())) / len(losses)
 
 
@@ -916,7 +916,7 @@ def copy_tensors(value: Any, device: torch.device | str) -> Any:
 
 def serialize(obj: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(copy_tensors(obj, "cpu"), buffer)  # a view would bring all that it is a part of
+    torch.save(copy_tensors(obj, "cpu"), buffer)  # a view would be saved with its whole storage
     return buffer.getvalue()
 
 
@@ -1110,7 +1110,7 @@ class TrainingState:
     train_loss: float = 0.0  # of the last logged step, the mean of all ranks
     val_loss: float = 0.0  # of the last validation
     signum: int = 0  # of the first signal that this rank got; 0: none
-    files: dict[Path, bool] = field(default_factory=dict)  # of the result, and if it is written
+    files: dict[Path, bool] = field(default_factory=dict)  # final files; True: written
 
     def state_dict(self) -> dict[str, Any]:
         """Copy to the CPU everything that a resumed run needs and that warm_up restores."""
@@ -1178,7 +1178,10 @@ def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
     if own.is_file() and path.resolve() != own.resolve():
         raise InputError(f"{own} exists: set RESUME=auto to resume it, or another RUN_ID")
     if path.is_file():
-        return path, {"knobs": {}, "shards": None} | deserialize(path.read_bytes(), str(path))
+        saved = {"knobs": {}, "shards": None} | deserialize(path.read_bytes(), str(path))
+        if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
+            raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
+        return path, saved
     if hp.resume in ("", "auto"):
         return None, {}  # a new run
     raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
@@ -1194,18 +1197,15 @@ def load_checkpoint(state: TrainingState) -> None:
         return
     own = state.state_dict()
     if missing := sorted(own.keys() - saved.keys()):
-        raise InputError(f"{path} is not a checkpoint of this script: no {', '.join(missing)}")
+        raise InputError(f"{path} has no {', '.join(missing)}: resume a checkpoint of this script")
     if dropped := sorted(saved.keys() - own.keys()):
         log(f"WARNING: {', '.join(dropped)} of {path} is dropped: this script does not have it")
-    old, new = ({**part["knobs"], "train_shards": part["shards"]} for part in (saved, own))
-    if path.resolve() == hp.checkpoint_path().resolve() and old.get("seed", hp.seed) != hp.seed:
-        raise InputError(f"{path} is of SEED={old['seed']}: set this SEED, or another RUN_ID")
+    old, new = (p["knobs"] | {"train_shards": p["shards"], "resume": ""} for p in (saved, own))
     patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
     if old.get(patterns, new[patterns]) != new[patterns]:
         raise InputError(f"{path} has other {patterns.upper()}: set them, or use its recipes")
     state.load_state_dict(saved, str(path))
-    changed = [k for k in {**new, **old} if old.get(k) != new.get(k) and k != "resume"]
-    changes = [f"{k.upper()}:{old.get(k)}->{new.get(k)}" for k in changed]
+    changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
     log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
 
 
@@ -1289,7 +1289,7 @@ def train(state: TrainingState, validation: Validation) -> int:
     hp, gather = state.hp, state.runtime.gather
     cap_ms = 1000 * hp.max_wallclock_seconds
     set_signal_action(state.request_stop)
-    while True:  # each way out is at the top, where all ranks agree
+    while True:  # all exits are at the top, where all ranks agree
         clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
         elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
         if state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
@@ -1326,7 +1326,7 @@ def final_weights(state: TrainingState) -> dict[str, Tensor]:
 
 
 def log_warnings(validation: Validation, runtime: Runtime) -> None:
-    """Name the variables of the environment that are almost a knob, a wrong tokenizer, no GPU."""
+    """Warn of variables that are almost a knob, of a wrong tokenizer and of an unusable GPU."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
     for name in sorted(os.environ.keys() - {*knobs}):
         for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
@@ -1346,9 +1346,10 @@ def finish(state: TrainingState) -> tuple[bytes, str]:
     artifact, report = b"", ""
     if state.runtime.rank == 0:
         paths = [Path(hp.output_dir, name) for name in (WEIGHTS, ARTIFACT, RESULT)]
-        for path in filter(Path.is_file, paths):  # an older run's: it must not get these knobs
+        for path in paths if any(map(Path.is_file, paths)) else ():  # keep an older run's, as a set
+            kept = path.with_name("previous") / path.name
             with contextlib.suppress(OSError):
-                os.renames(path, path.with_name("previous") / path.name)
+                os.renames(path, kept) if path.is_file() else kept.unlink()
         write_result(hp, {}, log)
         state.files[paths[0]] = write_file(paths[0], serialize(state.gpt.state_dict()), log)
         artifact, report = export(state.gpt, hp, state.runtime)
@@ -1370,8 +1371,7 @@ def log_score(name: str, loss: float, ms: float, validation: Validation, runtime
 
 def log_end(state: TrainingState, validation: Validation, artifact: bytes, report: str) -> int:
     """Log the end of the training, then score the artifact. Returns the exit code."""
-    hp, runtime, pre_quant_loss = state.hp, state.runtime, state.val_loss
-    train_ms = state.stopwatch.elapsed_ms()
+    hp, runtime, train_ms = state.hp, state.runtime, state.stopwatch.elapsed_ms()
     if state.step < hp.iterations:
         end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
         runtime.log(f"stopping_early: wallclock_cap {end}")
@@ -1389,8 +1389,8 @@ def log_end(state: TrainingState, validation: Validation, artifact: bytes, repor
     started = time.perf_counter()
     loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
-    bpb, pre_quant_bpb = map(validation.bits_per_byte, (loss, pre_quant_loss))
-    facts = {"val_loss": loss, "val_bpb": bpb, "pre_quant_val_loss": pre_quant_loss}
+    bpb, pre_quant_bpb = map(validation.bits_per_byte, (loss, state.val_loss))
+    facts = {"val_loss": loss, "val_bpb": bpb, "pre_quant_val_loss": state.val_loss}
     facts |= {"pre_quant_val_bpb": pre_quant_bpb, "eval_ms": eval_ms}
     facts |= {"steps": state.step, "train_ms": train_ms}
     facts |= {"bytes_total": len(data) + len(runtime.source), "bytes_code": len(runtime.source)}

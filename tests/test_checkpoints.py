@@ -119,7 +119,7 @@ def test_what_a_checkpoint_has_or_lacks_is_named(copied, long_knobs):
     torch.save({key: saved[key] for key in saved.keys() - {"knobs", "shards"}}, path)
     assert " NUM_LAYERS:None->3 " in resume_line(finished(run_here(copied, environ)))
     torch.save({key: saved[key] for key in saved.keys() - {"stream"}}, path)
-    failed(run_here(copied, environ), f"{CHECKPOINT} is not a checkpoint", ": no stream")
+    failed(run_here(copied, environ), f"{CHECKPOINT} has no stream: resume a checkpoint")
 
 
 def test_other_train_shards_are_named(copied, long_knobs, dataset):

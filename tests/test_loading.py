@@ -119,7 +119,7 @@ def test_weights_of_another_model_are_an_error_that_names_the_file(
 
 @pytest.mark.parametrize("name", [ARTIFACT, MODEL])
 def test_what_is_not_a_checkpoint_cannot_be_resumed(trained, tmp_path, state, name):
-    with pytest.raises(InputError, match="file'? is not a checkpoint"):
+    with pytest.raises(InputError, match="file'? has no .*optimizers.*: resume a checkpoint"):
         resume(state, tmp_path / "file", (trained[0] / name).read_bytes())
 
 
