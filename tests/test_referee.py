@@ -79,6 +79,8 @@ FAIR = {
     "record": (RECORDS["record"], "EVAL_STRIDE=8"),
     "record1493": (RECORDS["record1493"], f"{CHUNKS} EVAL_STRIDE=8"),
     "record1855": (RECORDS["record1855"], PHASES),
+    "record2014": (RECORDS["record2014"], PHASES),
+    "record2135": (RECORDS["record2135"], f"{PHASES} LORA_CONTEXT={T}"),
 }
 FAST = ("base", "strides", "chunks", "lora_keep_and_phases")
 SLOW = {name: () if name in FAST else pytest.mark.recipes for name in FAIR}
@@ -90,6 +92,15 @@ SLOW = {name: () if name in FAST else pytest.mark.recipes for name in FAIR}
 def test_a_fair_score_passes(tmp_path, small, names, knobs, monkeypatch):
     script = load(patch_script(tmp_path, names), monkeypatch) if names else train_gpt
     assert broken(judge(script, {**knobs_of(small, names), **read(knobs)})) == []
+
+
+@pytest.mark.recipes
+def test_hints_in_stream_order_are_a_circle(tmp_path, small, monkeypatch):
+    """With phases, no decoder could follow them: the published order."""
+    script = load(patch_script(tmp_path, RECORDS["record2135"]), monkeypatch)
+    knobs = read(f"{PHASES} LORA_CONTEXT={T} LORA_KEEP=1 TILT_ORDER=stream TILT_TOKENS=2")
+    findings = judge(script, {**knobs_of(small, RECORDS["record2135"]), **knobs})
+    assert broken(findings) == [ORDER] and "in a circle" in findings[ORDER][1]
 
 
 # ---- Unfair edits: losses of tokens[1:], from a model and its logits in windows side by side -----
