@@ -36,7 +36,7 @@ from trained import OWN, SCRIPT, load_script
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
 SET_PER_RUN = ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME")
-RECIPE_KNOB = r"^\+    (\w+): (?:bool|float|int|str) = [^,\n]*(?:  #.*)?$"
+RECIPE_KNOB = r"^\+    (\w+): (?:(?:bool|float|int|str) = [^,\n]*|tuple\[.* = .*)(?:  #.*)?$"
 
 
 # ---- the two sides -------------------------------------------------------------------------------
