@@ -121,11 +121,12 @@ def use_a_bidirectional_mask(model: nn.Module, logits: Tensor, tokens: Tensor) -
 
 
 def hint_in_a_circle(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Raise the logits of what another one of three documents has at the same offset."""
+    """Raise the logits of what followed the last three tokens in another one of three documents."""
     starts = (tokens == 1).nonzero()[:3, 0].tolist()
     for start, other in zip(starts, starts[1:] + starts[:1], strict=True):
-        for i in range(10 if len(starts) == 3 else 0):
-            logits[start + i, tokens[other + 1 + i]] += 2
+        for i in range(3, 10 if len(starts) == 3 else 0):
+            if tokens[start + i - 2 : start + i + 1].equal(tokens[other + i - 2 : other + i + 1]):
+                logits[start + i, tokens[other + i + 1]] += 2
     return F.cross_entropy(logits, tokens[1:], reduction="none")
 
 

@@ -270,7 +270,7 @@ def check_bytes(case: Case) -> Finding:
     is_byte = np.array([sp.is_byte(i) for i in ids])
     count = -len(case.decode(tokens[:1]).encode())  # is not a target
     for document in np.split(tokens, np.flatnonzero(~has_text[tokens])):
-        case.check_time(0, f"{count:,} bytes")
+        case.check_time(0, f"{count:,} decoded bytes")
         document = document[has_text[document]]
         last = np.flatnonzero(~is_byte[document])[-1:]
         end = int(last.sum()) + len(last)  # the split may end within a character
