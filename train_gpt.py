@@ -819,7 +819,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
 def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
     """Check that most of the first 100 documents survive decoding and re-encoding."""
     starts = np.flatnonzero(tokens == tokenizer.bos_id())[:100]
-    documents = [document[1:200].tolist() for document in np.split(tokens, starts)[1:]]
+    documents = [document[1:2000].tolist() for document in np.split(tokens, starts)[1:]]
     pairs = zip(documents, tokenizer.encode(tokenizer.decode(documents)), strict=True)
     # A cut may change the tokens before it, so only first halves are compared.
     same = [ids[: len(ids) // 2] == again[: len(ids) // 2] for ids, again in pairs]

@@ -57,7 +57,9 @@ def judge(script: ModuleType, environ: dict[str, str]) -> dict[str, tuple[str, s
     """The referee's findings about a model with random weights."""
     gpt = random_model(script, environ)
     validation = script.Validation(gpt.hp)
-    return referee.judge(referee.Case(script, gpt, validation, ALONE, Path("none"), 256, 16))
+    return referee.judge(
+        referee.Case(script, gpt, validation, ALONE, Path("no folder", "none"), 256, 16)
+    )
 
 
 def broken(findings: dict[str, tuple[str, str]]) -> list[str]:
