@@ -548,18 +548,18 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentu
 
 
 # ---- Data ------------------------
-SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic, version, token count, zeros
-SHARD_MAGIC_AND_VERSION = [20240520, 1]
+SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1, tokens, zeros
 WAYS_TO_DATA = """\
-  download FineWeb:    python3 data/cached_challenge_fineweb.py --variant sp1024
-  or run the demo:     PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset"""
+  get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
+  or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
+  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata"""
 
 
 def load_data_shard(path: str | Path) -> Tensor:
     """The tokens of a shard, uint16 (n,), memory-mapped. Raises InputError naming the file."""
     size = os.path.getsize(path)
     header = np.fromfile(path, "<i4", 3).tolist()
-    if header != [*SHARD_MAGIC_AND_VERSION, (size - SHARD_HEADER_BYTES) / 2]:
+    if header != [20240520, 1, (size - SHARD_HEADER_BYTES) / 2]:
         raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
