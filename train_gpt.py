@@ -235,7 +235,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
     """The attention kernels that PyTorch may use, best first."""
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    # cuDNN is fastest on Hopper (sm_90), but wrong on Blackwell and at other lengths.
+    # cuDNN should be fastest on Hopper (not measured); on Blackwell and other lengths it is wrong.
     is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
     if is_hopper and seq_len % 128 == 0:
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)
