@@ -585,7 +585,7 @@ class TokenStream:
             largest = part.numpy().max(initial=0)
             if largest >= self.vocab_size:
                 path, size = self.paths[self.shard], self.vocab_size
-                raise InputError(f"{path}: token id {largest} is too large for VOCAB_SIZE={size}")
+                raise InputError(f"{path}: token id {largest} exceeds VOCAB_SIZE={size}: raise it")
             parts.append(part)
             n -= len(part)
             self.position += len(part)
