@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from runs import ROOT, SCRIPT, finished, run_ranks
 
 PACK = ROOT / "tests" / "tools" / "pack.py"
@@ -49,16 +48,15 @@ def test_a_traceback_shows_the_lines_of_the_packed_text(tmp_path):
     assert {"divide()", "return 1 / 0  # fails"} <= set(lines)
 
 
-def test_a_script_is_not_packed_over_itself(tmp_path):
-    (tmp_path / "script.py").write_text("print(1)")
-    assert run(tmp_path, PACK, "script.py", "./script.py").returncode == 2
-    assert (tmp_path / "script.py").read_text() == "print(1)"
-
-
-@pytest.mark.parametrize("text, words", [(None, "'script.py' is not a file"), ("(", "SyntaxError")])
-def test_a_missing_or_broken_script_is_not_packed(tmp_path, text, words):
-    if text:
-        (tmp_path / "script.py").write_text(text)
-    result = run(tmp_path, PACK, "script.py", "packed.py")
-    assert result.returncode != 0 and words in result.stderr
+def test_an_error_writes_nothing(tmp_path):
+    """A missing script, a broken one, and one that would be its own copy."""
+    (tmp_path / "broken.py").write_text("(")
+    for script, packed, words in [
+        ("none.py", "packed.py", "'none.py' is not a file"),
+        ("broken.py", "packed.py", "SyntaxError"),
+        ("broken.py", "./broken.py", "would overwrite its own source"),
+    ]:
+        result = run(tmp_path, PACK, script, packed)
+        assert result.returncode != 0 and words in result.stderr
     assert not (tmp_path / "packed.py").exists()
+    assert (tmp_path / "broken.py").read_text() == "("

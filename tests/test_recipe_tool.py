@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import recipe
-from runs import ROOT, SCRIPT
+from runs import SCRIPT
 from scripts import NAMES
 
 pytestmark = [
@@ -54,16 +54,8 @@ def call(folder: Path, *arguments: str) -> str:
     return run(folder, sys.executable, "tests/tools/recipe.py", *arguments)
 
 
-def test_a_record_is_what_git_apply_makes_of_its_list(tmp_path):
-    shutil.copy(SCRIPT, tmp_path)
-    patches = (ROOT / "tests/recipes/record1855.txt").read_text().split()
-    run(tmp_path, "git", "apply", *(str(ROOT / patch) for patch in patches))
-    written = recipe.write_script(["record1855"], tmp_path / "record.py")
-    assert written.read_text() == (tmp_path / "train_gpt.py").read_text() != SCRIPT.read_text()
-
-
 def test_a_record_is_next_to_the_script(golf, monkeypatch):
-    """Also in a repository, and if the folder of temporary files is in it."""
+    """With all patches of its list. Also in a repository, with the temporary files in it, too."""
     monkeypatch.setenv("TMPDIR", str(golf))
     assert call(golf, "record") == f"{golf}/record.py\n"
     both = SMALL.replace(*EDITS["early"]).replace(*EDITS["late"])

@@ -3,11 +3,8 @@
     PRESET=demo python tests/tools/bench_step.py [--rounds 15]
     torchrun --standalone --nproc_per_node=2 tests/tools/bench_step.py
 
-Knobs come from the environment, as for a training. Both start with the same weights, read the same
-shards of random tokens and compute in the same dtype. They take turns, so that other load on the
-machine slows both. Prints the settings, the peak memory of the trainer's step (on a GPU), for each
-the median time of a step and tokens per second, and last the ratio, which is the result.
-"""
+Knobs come from the environment. Both have the same weights, random tokens and dtype. They take
+turns, so that other load on the machine slows both. The last line, the ratio, is the result."""
 
 import argparse
 import os
@@ -31,7 +28,6 @@ from files import write_shard
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
 import train_gpt
-from train_gpt import Hyperparameters
 
 
 def measure(steps: dict[str, Callable], rounds: int, device: torch.device) -> dict[str, float]:
@@ -58,7 +54,7 @@ def main() -> None:
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         train_gpt.attention_backends = lambda device, seq_len: backends
     with tempfile.TemporaryDirectory() as folder:
-        hp = Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
+        hp = train_gpt.Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
         rng = np.random.default_rng(0)
         for i in range(4):
             tokens = rng.integers(hp.vocab_size, size=1_000_000).astype("<u2")
@@ -72,9 +68,8 @@ def main() -> None:
         if runtime.device.type == "cuda":
             for _ in range(2):  # the first one makes the optimizers' state
                 train_gpt.train_step(state)
-            report(
-                f"memory   {torch.cuda.max_memory_allocated() >> 20:9} MiB at the trainer's peak"
-            )
+            mebibytes = torch.cuda.max_memory_allocated() >> 20
+            report(f"memory   {mebibytes:9} MiB at the trainer's peak")
         plain_gpt = plain_model = PlainGPT.like(state.gpt, hp).to(runtime.device)
         optimizers = PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
         if dist.is_initialized():

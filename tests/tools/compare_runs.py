@@ -4,13 +4,11 @@
     python tests/tools/compare_runs.py logs/*.txt --picture loss.png
     python tests/tools/compare_runs.py --baseline logs/base-*.txt --candidate logs/silu-*.txt
 
-A log is logs/RUN_ID.txt, or the printed output of a run, of train_gpt.py or of a script of the
-challenge; the run may still be going. Of several starts in one file, the last one counts. The score
-is the last line with eight digits. The runs of a side should differ only by their seed; --baseline
-alone prints their mean and deviation.
+A log is logs/RUN_ID.txt or the printed output of a run; the run may still be going. The runs of a
+side should differ only by their seed. tests/tools/README.md explains the output.
 
 Exit code 0: shown to be better, or there is nothing to test. 1: not shown. 2: it could not be
-tested, or an argument or a file is wrong. 3: nothing to draw, and no other code applies.
+tested, or an argument or a file is wrong. 3: nothing to draw.
 
 Needs pip install scipy matplotlib."""
 
@@ -197,38 +195,39 @@ def count_runs_needed(gain: float, variances: list[float], alpha: float) -> int 
 
 
 def run_test(
-    sides: list[list[Figures]], paired: bool, unit: str, by: float, alpha: float
+    sides: list[list[Run]], paired: bool, unit: str, by: float, alpha: float
 ) -> tuple[bool, str]:
     """Run Welch's t-test, or the paired one: is the candidate better by more than `by`? Returns
     the answer, and the test as text."""
     t_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
-    intervals = []
-    for name in dict.fromkeys((unit, "bits per byte")):  # nats of different tokens say nothing
-        baseline, candidate = (np.array([run[SCORES[name]] for run in side]) for side in sides)
-        low, high = t_test(baseline, candidate).confidence_interval(0.95)
-        mean = (low + high) / 2
-        intervals.append(f"{mean:.4f} {name} ({low:.4f} to {high:.4f})")
-        if name == unit:
-            p = t_test(baseline, candidate + by, alternative="greater").pvalue
-            spread = [baseline - candidate] if paired else [baseline, candidate]
-            variances = [values.var(ddof=1) for values in spread]
-            needed = count_runs_needed(mean - by, variances, alpha)
-            verdict = "no, it is worse" if high < 0 else "shown" if p < alpha else "not shown"
+    texts = []
+    for name in dict.fromkeys(("bits per byte", unit)):  # nats of different tokens say nothing
+        baseline, candidate = (
+            np.array([run.figures[SCORES[name]] for run in side]) for side in sides
+        )
+        low, high = t_test(baseline, candidate).confidence_interval()
+        gain = (low + high) / 2
+        texts.insert(0, f"{gain:.4f} {name} ({low:.4f} to {high:.4f})")
+    p = t_test(baseline, candidate + by, alternative="greater").pvalue
+    verdict = "no, it is worse" if high < 0 else "shown" if p < alpha else "not shown"
     kind, runs = ("pairs of one seed", "pairs") if paired else ("all runs", "runs per side")
+    spread = [baseline - candidate] if paired else [baseline, candidate]
+    needed = count_runs_needed(gain - by, [values.var(ddof=1) for values in spread], alpha)
     advice = f"{needed} {runs} show it with {POWER:.0%} probability"
     if needed is None:
         advice = f"even {MOST_RUNS} {runs} would not show it"
     return p < alpha, (
-        f"{kind}: {', '.join(intervals)}\n"
+        f"{kind}: {', '.join(texts)}\n"
         f"  better by more than {by:g} {unit}? {verdict} (p = {p:.2g}); at this spread, {advice}"
     )
 
 
-def pair_by_seed(sides: list[list[Figures]]) -> list[list[Figures]]:
+def pair_by_seed(sides: list[list[Run]]) -> list[list[Run]]:
     """Return the runs whose seed occurs once on each side, in the same order."""
-    first, second = (Counter(run.get("seed") for run in side) for side in sides)
-    seeds = [seed for seed in first if first[seed] == second[seed] == 1]
-    return [[run for seed in seeds for run in side if run.get("seed") == seed] for side in sides]
+    first, second = (Counter(run.facts.get("seed") for run in side) for side in sides)
+    seeds = [seed for seed in first if seed and first[seed] == second[seed] == 1]
+    paired = [[run for run in side if run.facts.get("seed") in seeds] for side in sides]
+    return [sorted(runs, key=lambda run: run.facts["seed"]) for runs in paired]
 
 
 def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
@@ -240,17 +239,16 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
             return 2, f"not tested: {group.name}: {few}"
         if group.find_repeat():
             return 2, f"not tested: {group.name}: a model counts only once"
-    runs = [run for group in groups for run in group.finished]
+    sides = [group.finished for group in groups]
+    runs = sum(sides, [])
     if strides := list_different(runs, "stride"):
         advice = "score all runs with the same EVAL_STRIDE"
         return 2, f"not tested: SCORES OF DIFFERENT STRIDES ({strides}): {advice}"
-    sides = [[run.figures for run in group.finished] for group in groups]
-    pairs = pair_by_seed(sides)
     unit = common_unit(runs, tolerance=1e-6)
-    lines = ["baseline minus candidate, with the 95 % confidence interval:"]
     is_shown, text = run_test(sides, False, unit, by, alpha)
-    lines.append(text)
-    gains = [a[SCORES[unit]] - b[SCORES[unit]] for a, b in zip(*pairs, strict=True)]
+    lines = ["baseline minus candidate, with the 95 % confidence interval:", text]
+    pairs, score = pair_by_seed(sides), SCORES[unit]
+    gains = [a.figures[score] - b.figures[score] for a, b in zip(*pairs, strict=True)]
     if len({*gains}) > 1:
         lines.append(run_test(pairs, True, unit, by, alpha)[1])
         low, high = anytime.interval(gains, alpha)
@@ -260,30 +258,27 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
 
 
 # ---- the report ----------------------------------------------------------------------------------
-def format_row(name: str, figures: Figures) -> str:
-    """A row of the table. The cell of an unknown figure stays empty."""
-    cells = [name]
-    for figure, (width, form) in COLUMNS.items():
-        cells.append(f"{figures[figure]:{width}{form}}" if figure in figures else " " * width)
-    return "".join(cells).rstrip()
-
-
 def format_table(groups: list[Group]) -> str:
     """One row per run, then n, mean and standard deviation of a side's finished runs, unless a
-    model is there twice."""
-    indent = 2 + max(18, *(len(run.name) for group in groups for run in group.runs))
-    rows = [" " * indent + "".join(f"{name:>{width}}" for name, (width, _) in COLUMNS.items())]
+    model is there twice. The cell of an unknown figure stays empty."""
+    rows: list[tuple[str, Figures]] = []
     for group in groups:
-        rows.append(group.name)
-        rows += [format_row(f"  {run.name}".ljust(indent), run.figures) for run in group.runs]
-        if group.name == "runs" or group.find_repeat():
-            continue
-        values = {figure: group.values(figure) for figure in AVERAGED}
-        means = {figure: fmean(known) for figure, known in values.items() if known}
-        deviations = {figure: stdev(known) for figure, known in values.items() if len(known) > 1}
-        rows.append(format_row(f"  n = {len(group.finished)}, mean".ljust(indent), means))
-        rows.append(format_row("  standard deviation".ljust(indent), deviations))
-    return "\n".join(rows)
+        rows.append((group.name, {}))
+        rows += [(f"  {run.name}", run.figures) for run in group.runs]
+        if group.name != "runs" and not group.find_repeat():
+            values = {figure: group.values(figure) for figure in AVERAGED}
+            means = {figure: fmean(known) for figure, known in values.items() if known}
+            spread = {figure: stdev(known) for figure, known in values.items() if len(known) > 1}
+            rows.append((f"  n = {len(group.finished)}, mean", means))
+            rows.append(("  standard deviation", spread))
+    indent = max(len(name) for name, _ in rows)
+    lines = [" " * indent + "".join(f"{name:>{width}}" for name, (width, _) in COLUMNS.items())]
+    for name, figures in rows:
+        line = f"{name:{indent}}"
+        for figure, (width, form) in COLUMNS.items():
+            line += f"{figures[figure]:{width}{form}}" if figure in figures else " " * width
+        lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 def format_report(groups: list[Group], verdict: str) -> str:
@@ -300,16 +295,6 @@ def format_report(groups: list[Group], verdict: str) -> str:
 
 
 # ---- the picture ---------------------------------------------------------------------------------
-def split_into_runs(runs: list[Run]) -> list[Group]:
-    """Make each run with losses a group, best score first. The names are those of the legend."""
-    groups = []
-    for run in sorted(runs, key=lambda run: run.figures.get("val_bpb", math.inf)):
-        score = f": {run.figures['val_bpb']:.4f}" if not run.unfinished else ""
-        if run.train or run.val:
-            groups.append(Group(f"{run.name}{score}", [run]))
-    return groups
-
-
 def losses_in_view(curves: list[dict[int, float]]) -> tuple[float, float]:
     """Limits of the axis: the losses of the first fifth would flatten the rest. The last loss of a
     run that is not that far stays in view, unless the run has hardly begun."""
@@ -323,22 +308,20 @@ def losses_in_view(curves: list[dict[int, float]]) -> tuple[float, float]:
 
 def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
     """Draw training losses as lines and validation losses as points, a color for each group."""
-    colors = [f"C{i}" for i in range(len(groups))]  # ten, which are easy to tell apart
-    if len(groups) > 10:
-        colors = list(colormaps["turbo"](np.linspace(0, 1, len(groups))))
+    if len(groups) > 10:  # than there are colors which are easy to tell apart
+        axes.set_prop_cycle(color=colormaps["turbo"](np.linspace(0, 1, len(groups))))
     curves = []
-    for group, color in zip(groups, colors, strict=True):
-        line = {"linewidth": 0.9, "alpha": 0.7, "color": color}
-        dots = {"marker": "x" if group.name == "candidate" else "o", "markersize": 4}
-        axes.plot([], [], label=group.name, **line, **dots)
-        dots |= {"linestyle": "", "color": color}
+    for group in groups:
+        style = {"linewidth": 0.9, "alpha": 0.7, "markersize": 4}
+        style["marker"] = "x" if group.name == "candidate" else "o"
+        style["color"] = axes.plot([], [], label=group.name, **style)[0].get_color()
         for run in group.runs:
             # Without a validation yet, bits per byte are unknown: nan leaves the run out.
             factor = 1.0 if unit == "nats" else run.bpb_per_nat
-            for losses, style in ((run.train, line), (run.val, dots)):
+            for losses, absent in ((run.train, "marker"), (run.val, "linestyle")):
                 if losses:
                     curves.append({step: factor * loss for step, loss in losses.items()})
-                    axes.plot([*curves[-1]], [*curves[-1].values()], **style)
+                    axes.plot([*curves[-1]], [*curves[-1].values()], **style | {absent: "None"})
     low, high = losses_in_view(curves)
     title = "training (lines) and validation (points)"
     if unit != "nats":  # tokenizers differ, and no log has the bytes of the training text
@@ -352,27 +335,32 @@ def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
 
 
 def draw(groups: list[Group]) -> Figure:
-    """Draw the losses of each side, or of each run."""
-    runs = [run for group in groups for run in group.runs]
+    """Draw the losses of each side, or of each run, best score first."""
+    runs = [run for group in groups for run in group.runs if run.train or run.val]
     unit = common_unit(runs, tolerance=1e-3)
     legend = {"loc": "outside right upper", "fontsize": "small", "frameon": False}
     if groups[0].name == "runs":
-        groups = split_into_runs(runs)
+        runs.sort(key=lambda run: run.figures.get("val_bpb", math.inf))
+        groups = [Group(run.name, [run]) for run in runs]
+        labels = []
+        for run in runs:
+            score = "" if run.unfinished else f": {run.figures['val_bpb']:.4f}"
+            labels.append(run.name + score)
         legend |= {"title": "score in bits per byte", "title_fontsize": "small"}
+    else:  # the common part of the file names, if that tells
+        names = [os.path.commonprefix([run.name for run in group.runs]) for group in groups]
+        labels = [name.rstrip("0123456789").rstrip("-_./") for name in names]
+        if not all(labels) or len({*labels}) < len(groups):
+            labels = [group.name for group in groups]
     height = max(4.5, 0.2 * len(groups))  # in inches: a group has a line in the legend
     figure = Figure(figsize=(9, height), layout="constrained")
     axes = figure.add_subplot()
     draw_curves(axes, groups, unit)
-    handles, labels = axes.get_legend_handles_labels()
-    if groups[0].name == "baseline":  # the common part of the file names, if that tells
-        names = [os.path.commonprefix([run.name for run in group.runs]) for group in groups]
-        names = [name.rstrip("0123456789").rstrip("-_./") for name in names]
-        labels = names if all(names) and len({*names}) == len(groups) else labels
     known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
     if unit == "nats" and known:
         limits = [known[0] * loss for loss in axes.get_ylim()]
         axes.twinx().set(ylim=limits, ylabel="bits per byte")
-    figure.legend(handles, labels, **legend)
+    figure.legend(axes.get_legend_handles_labels()[0], labels, **legend)
     return figure
 
 

@@ -17,11 +17,8 @@ from matplotlib.figure import Figure
 from sentencepiece import SentencePieceProcessor
 
 DATASET, TOKENIZER = Path("data/datasets/demo_sp1024"), "data/tokenizers/demo_1024_bpe.model"
-STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "",  # the same file each time
-    "font.sans-serif": "DejaVu Sans",  # one name: a small file
-}
+# Text stays text, with one font name; the file is the same each time.
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "", "font.sans-serif": "DejaVu Sans"}
 
 
 def xz_bits_per_byte() -> float:

@@ -8,22 +8,19 @@ packs the script as `pack.py --minify` does. Exit code 0: it fits. 1: it does no
 import argparse
 import os
 import sys
-from pathlib import Path
 
 import pack
 import torch
-from trained import load_script
+from trained import existing_file, load_script
 
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("script", type=Path, nargs="?", default="train_gpt.py")
+    parser.add_argument("script", type=existing_file, nargs="?", default="train_gpt.py")
     std_help = "standard deviation of the weights (0.3); almost without effect with sd_clip"
     parser.add_argument("--std", type=float, default=0.3, help=std_help)
     args = parser.parse_args(arguments)
-    if not args.script.is_file():
-        parser.error(f"{str(args.script)!r} is not a file")
     script = load_script(args.script)
     code = pack.pack(pack.minify(args.script.read_text(encoding="utf-8"))).encode()
     try:

@@ -16,6 +16,7 @@ import torch
 from trained import SCRIPT, load_script
 
 TOOLS = Path(__file__).resolve().parent
+GPU_TESTS = TOOLS.with_name("test_gpu.py")
 DEMO = "PRESET=demo BATCH_SLOTS=8 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
 TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIONS=5"
 HEAD = "Send this file in an issue or a pull request.\n\n| part | result | seconds |\n|---|---|---|"
@@ -28,14 +29,14 @@ PARTS = [
     ("demo", 345, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
     ("demo on the CPU", 455, [SCRIPT], f"{DEMO} RUN_ID=cpu DEVICE=cpu", 1),
     ("training losses of the two", 475, [__file__, "compare"], "", 1),
-    ("tests marked gpu", 590, ["-m", "pytest", "-q", "-n0", "-m", "gpu", TOOLS.parent], "", 1),
+    ("tests marked gpu", 590, ["-m", "pytest", "-q", "-n0", "-m", "gpu", GPU_TESTS], "", 1),
 ]
 
 
 def export() -> None:
     """Time the parts of an export of random weights."""
     script = load_script(SCRIPT)
-    value = script.GPT(script.Hyperparameters()).state_dict()
+    value = script.GPT(script.Hyperparameters.from_env(os.environ)).state_dict()
     value = {name: torch.randn_like(tensor) for name, tensor in value.items()}
     for part in (script.quantize_state_dict_int8, script.serialize, script.compress):
         started = time.perf_counter()

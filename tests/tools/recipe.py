@@ -8,6 +8,7 @@
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 from operator import eq
@@ -119,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = next((name for name in args.names if name in RECORDS), None)
     code = 0
     if args.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for --list | head
         print("\n".join(map(describe, sorted(PATCHES | RECORDS))))
     elif args.refresh:
         show = ["git", "show", f"{args.refresh}:./train_gpt.py"]

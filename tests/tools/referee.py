@@ -6,7 +6,6 @@ that is as long as the score says. Exit code 0: no rule is broken; 1: one is; 2:
 
 Knobs come from the environment, else from the run that wrote the file, as in score.py."""
 
-import argparse
 import copy
 import glob
 import itertools
@@ -18,6 +17,7 @@ import re
 import sys
 import textwrap
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from graphlib import CycleError, TopologicalSorter
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from score import open_model
 from sentencepiece import SentencePieceProcessor
-from trained import SCRIPT, load_script
+from trained import load_script, model_parser
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
 
@@ -86,24 +86,20 @@ class Case:
         name = f"{len(texts)} scorings of {len(texts[0]) - 1:,} tokens"
         started = time.perf_counter()
         for i, text in enumerate(texts):
-            if i == 1:
-                self.check_time((time.perf_counter() - started) * (len(texts) - 1), name)
-            self.check_time(0, f"{name}: {i}")
+            seconds = (time.perf_counter() - started) * (len(texts) - 1) if i == 1 else 0
+            self.check_time(name, seconds)
             losses = self.score(text, hp)
             if len(losses) != len(text) - 1:
                 raise NotTested(f"{len(losses)} losses for {len(text) - 1} targets")
             yield losses
-            if sys.stderr.isatty():
-                print(f"{i + 1} of {len(texts)} ", end="\r", file=sys.stderr, flush=True)
 
-    def check_time(self, seconds: float, name: str) -> None:
-        """Print how long this will take, if long. Raises NotTested if that is too long."""
-        time_needed = f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+    def check_time(self, work: str, seconds: float = 0) -> None:
+        """Print how long this will take, if known. Raises NotTested if that is too long."""
         if seconds > 0:
-            print(f"{name}: about {time_needed}", flush=True)
+            work += f": about {seconds:.0f} s"
+            print(work, flush=True)
         if time.perf_counter() + seconds >= self.deadline:
-            took = f"take about {time_needed}" if seconds > 0 else "were in time"
-            raise NotTested(f"{name} {took}: raise --minutes, or lower --tokens or --places")
+            raise NotTested(f"no time for {work}: raise --minutes, or lower --tokens or --places")
 
     def change(self, tokens: np.ndarray, places: Any) -> np.ndarray:
         """Copy tokens with others at these places, none of which is BOS before or after."""
@@ -163,20 +159,6 @@ def choose_places(case: Case, text: np.ndarray, starts: list[int]) -> list[int]:
     return sorted([*places][: case.num_places])
 
 
-def find_circle(needs: dict[int, set[int]]) -> list[int]:
-    """Find places from one back to itself, each of which needs the one before it. needs[place]: the
-    places to decode before it. Empty if there is an order."""
-    for place, others in needs.items():
-        for other in others:
-            if place in needs[other]:
-                return [place, other, place]
-    try:
-        TopologicalSorter(needs).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
 def check_order(case: Case) -> Finding:
     """Change one token at a time. A loss elsewhere that changes with it must be decoded later."""
     text, starts = short_text(case)
@@ -189,18 +171,22 @@ def check_order(case: Case) -> Finding:
         raise NotTested(f"equal scorings differ by {noise:.2g} nats: set DEVICE=cpu or DTYPE=fp32")
     changes = torch.stack([(losses - first)[columns].abs() > 4 * noise for losses in others])
     changes.fill_diagonal_(False)
-    rows = dict(zip(places, changes.T.tolist(), strict=True))
-    circle = find_circle({place: {*itertools.compress(places, row)} for place, row in rows.items()})
+    order = TopologicalSorter()
+    for place, row in zip(places, changes.T.tolist(), strict=True):
+        order.add(place, *itertools.compress(places, row))  # which must be decoded before it
     wanted = needed_size(case)[1]
     note = f" (less than {wanted:,}, which its knobs need)" if len(text) <= wanted else ""
     measured = (
         f"{len(places)} places in {len(starts)} documents of {len(text) - 1:,} tokens{note}: "
         f"{int(changes.sum())} losses depend on another place (by more than {4 * noise:.2g} nats)"
     )
-    if not circle:
-        return True, f"{measured}; the bounds of documents count as known"
-    words = [f"{place} {case.decode(text[max(place - 3, 0) : place + 1])!r}" for place in circle]
-    return False, f"{measured}; in a circle, each on the one before: {', '.join(words[:7])}"
+    try:
+        order.prepare()
+    except CycleError as error:
+        circle = error.args[1][:7]
+        words = ", ".join(f"{i} {case.decode(text[max(i - 3, 0) : i + 1])!r}" for i in circle)
+        return False, f"{measured}; in a circle, each on the one before: {words}"
+    return True, f"{measured}; the bounds of documents count as known"
 
 
 # ---- The other rules -----------------------------------------------------------------------------
@@ -250,28 +236,24 @@ def check_targets(case: Case) -> Finding:
     if not holds:
         return False, f"short text: {measured}"
     seconds = (time.perf_counter() - started) * num_targets / (len(text) - 1)
-    case.check_time(seconds, f"{num_targets:,} targets of the split")
+    case.check_time(f"{num_targets:,} targets of the split", seconds)
     holds, measured = find_gaps(case, tokens)
     if holds and num_targets < whole:
         raise NotTested(f"MAX_VAL_TOKENS leaves out some of {whole:,} targets: {measured}")
-    return (
-        holds,
-        f"{measured}; the split has {whole:,} targets and a tail of {len(case.split) - 1 - whole}",
-    )
+    tail = len(case.split) - 1 - whole
+    return holds, f"{measured}; the split has {whole:,} targets and a tail of {tail}"
 
 
 def check_bytes(case: Case) -> Finding:
     """Decode the scored tokens, one document at a time, and compare the bytes with the score's."""
     tokens, sp = case.validation.tokens.numpy(), case.tokenizer
     ids = range(sp.vocab_size())
-    has_text = np.array(
-        [not (sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i)) for i in ids]
-    )
+    is_special = np.array([sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i) for i in ids])
     is_byte = np.array([sp.is_byte(i) for i in ids])
     count = -len(case.decode(tokens[:1]).encode())  # is not a target
-    for document in np.split(tokens, np.flatnonzero(~has_text[tokens])):
-        case.check_time(0, f"{count:,} decoded bytes")
-        document = document[has_text[document]]
+    for document in np.split(tokens, np.flatnonzero(is_special[tokens])):
+        case.check_time("the bytes of all documents")
+        document = document[~is_special[document]]
         last = np.flatnonzero(~is_byte[document])[-1:]
         end = int(last.sum()) + len(last)  # the split may end within a character
         count += len(case.decode(document[:end]).encode()) + len(document) - end
@@ -286,8 +268,8 @@ def check_leaks(case: Case) -> Finding:
         raise NotTested(f"{case.hp.data_path} has no train shards")
 
     def in_time() -> Iterator[Path]:
-        for i, path in enumerate(train):
-            case.check_time(0, f"{i} of {len(train)} train shards")
+        for path in train:
+            case.check_time(f"{len(train)} train shards")
             yield path
 
     all, repeated, in_a_row = check_dataset.find_leaks(case.paths["val"], in_time(), case.bos)
@@ -303,9 +285,8 @@ def check_limits(case: Case) -> Finding:
         raise NotTested(f"{path} is missing, or of a run without a score")
     log = path.parent / "logs" / f"{result['knobs']['run_id']}.txt"
     text = log.read_text(errors="replace") if log.is_file() else ""
-    train_ms = result["train_ms"] + sum(
-        map(int, re.findall(r"^gptq_time:(\d+)ms", text, re.M)[-1:])
-    )
+    calibration = re.findall(r"^gptq_time:(\d+)ms", text, re.M)[-1:]
+    train_ms = result["train_ms"] + sum(map(int, calibration))
     last_step = result["train_ms"] / max(result["steps"], 1)  # begins before the limit
     in_time = train_ms <= 600_000 + last_step and result["eval_ms"] <= 600_000
     is_judged = torch.cuda.device_count() >= 8
@@ -338,7 +319,7 @@ def judge(case: Case) -> dict[str, tuple[str, str]]:
     return findings
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """Judge a model and print the table. Returns the exit code."""
     deadline, script = time.perf_counter() + 60 * args.minutes, load_script(args.script)
     model = open_model(script, args.model, {"COMPILE": "0"})
@@ -350,22 +331,17 @@ def run(args: argparse.Namespace) -> int:
     findings = judge(case)
     print()
     for rule, (verdict, measured) in findings.items():
-        first, *rest = textwrap.wrap(measured, 70)
-        print(f"{rule:28} {verdict:11} {first}", *(f"{'':40} {line}" for line in rest), sep="\n")
+        line = f"{rule:28} {verdict:11} {measured}"
+        print(textwrap.fill(line, 111, subsequent_indent=41 * " "))
     return int(any(verdict == "broken" for verdict, _ in findings.values()))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("model", type=Path, help="artifact, final_model.pt or checkpoint")
-    parser.add_argument("--script", type=Path, default=SCRIPT, help="trained the model")
+    parser = model_parser(__doc__.partition("\n\n")[0])
     parser.add_argument("--tokens", type=int, default=0, help="of the short text")
     parser.add_argument("--places", type=int, default=32, help="in it that change (32)")
     parser.add_argument("--minutes", type=float, default=10, help="for all rules together (10)")
     args = parser.parse_args(arguments)
-    for path in (args.model, args.script):
-        if not path.is_file():
-            parser.error(f"{str(path)!r} is not a file")
     if "RANK" in os.environ:
         parser.error("start it without torchrun: it is one process")
     try:

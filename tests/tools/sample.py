@@ -4,16 +4,15 @@
 
 All but a checkpoint need the final_result.json of their run in the same folder, for its knobs."""
 
-import argparse
-import math
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from sentencepiece import SentencePieceProcessor
-from trained import SCRIPT, load_script, saved_knobs, unknown_knobs
+from trained import load_script, model_parser, saved_knobs, unknown_knobs
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
 
@@ -37,7 +36,7 @@ def load_model(script: ModuleType, path: Path) -> tuple[Any, torch.nn.Module]:
 
 
 @torch.no_grad()
-def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: argparse.Namespace) -> None:
+def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: Namespace) -> None:
     """Append to ids, until the document ends. The model sees the last seq_len of them."""
     device = next(gpt.parameters()).device
     random = torch.Generator().manual_seed(args.seed)
@@ -50,26 +49,13 @@ def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: argparse.
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
-    parser.add_argument("model", type=Path, help="artifact, final_model.pt or checkpoint")
+    parser = model_parser(__doc__.split(":")[0])
     parser.add_argument("prompt", nargs="?", default="", help="default: a new document")
     parser.add_argument("--tokens", type=int, default=100, help="default: 100")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another text")
-    parser.add_argument("--script", type=Path, default=SCRIPT, help="trained the model")
     parser.add_argument("--tokenizer", help="default: TOKENIZER_PATH of the run")
     args = parser.parse_args(arguments)
-    for path in (args.model, args.script):
-        if not path.is_file():
-            sys.exit(f"{str(path)!r} is not a file: name the model first, then the prompt")
-    try:
-        args.prompt.encode()
-    except UnicodeEncodeError:
-        sys.exit("the prompt is not UTF-8: write it in a terminal that uses UTF-8")
-    if not 0 <= args.temperature < math.inf:
-        sys.exit(f"--temperature {args.temperature} must be finite, 0 or more")
-    if not 0 <= args.seed < 2**63:
-        sys.exit(f"--seed {args.seed} must be from 0 to 2**63 - 1")
     hp, gpt = load_model(load_script(args.script), args.model)
     try:
         tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)

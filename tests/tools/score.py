@@ -6,7 +6,6 @@
 Knobs come from the environment, else from the run that wrote the file: from the checkpoint, or from
 final_result.json in the same folder, which every node needs. The log goes to logs/, too."""
 
-import argparse
 import io
 import math
 import os
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
-from trained import SCRIPT, load_script, saved_knobs, unknown_knobs
+from trained import load_script, model_parser, saved_knobs, unknown_knobs
 
 
 def open_model(
@@ -71,14 +70,9 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
-    parser.add_argument("model", type=Path, help="artifact, final_model.pt or checkpoint")
-    parser.add_argument("--script", type=Path, default=SCRIPT, help="trained the model")
+    parser = model_parser(__doc__.split(":")[0])
     parser.add_argument("--losses", type=Path, metavar="FILE.npy", help="write each target's loss")
     args = parser.parse_args(arguments)
-    for path in (args.model, args.script):
-        if not path.is_file():
-            parser.error(f"{str(path)!r} is not a file")
     script = load_script(args.script)
     script.leave(lambda: score(script, args.model, args.losses))
 

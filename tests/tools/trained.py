@@ -1,9 +1,10 @@
-"""Shared by the tools: load a script, and read the knobs of the run that wrote a model file."""
+"""Shared by the tools: arguments that name files, a script, the knobs of a model's run."""
 
 import importlib.util
 import json
 import sys
 import zlib
+from argparse import ArgumentParser, ArgumentTypeError
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +16,32 @@ SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
 OWN = ("run_id", "output_dir", "resume", "eval_only")  # of a run, not of its model
 
 
+def existing_file(name: str) -> Path:
+    """A type of arguments: argparse shows the error."""
+    if not Path(name).is_file():
+        raise ArgumentTypeError(f"{name!r} is not a file")
+    return Path(name)
+
+
+def model_parser(description: str) -> ArgumentParser:
+    """Return the command line of a tool that opens a trained model."""
+    parser = ArgumentParser(description=description)
+    model_help = "artifact, final_model.pt or checkpoint"
+    parser.add_argument("model", type=existing_file, help=model_help)
+    script_help = "trained the model (default: train_gpt.py)"
+    parser.add_argument("--script", type=existing_file, default=SCRIPT, help=script_help)
+    return parser
+
+
 def load_script(path: Path) -> ModuleType:
     """Import a train_gpt.py, edited or not, from any folder."""
     name = f"script_{zlib.crc32(bytes(path.resolve())):x}"  # several can be loaded
-    spec = importlib.util.spec_from_file_location(name, path)
-    script = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    spec = importlib.util.spec_from_file_location(name, path)  # None for what is not Python
+    if spec is not None:
+        script = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
+    if spec is None or not hasattr(script, "InputError"):
+        sys.exit(f"{path} is not a train_gpt.py: name the script that trained the model")
     script.InputError.__module__ = "__main__"  # so that its name is enough
     return script
 
