@@ -104,7 +104,7 @@ def run_ranks(
             processes.append(FORKS.Process(target=be_a_rank, args=arguments))
             processes[rank].start()
         for rank, process in enumerate(processes):
-            process.join(timeout=120)
+            process.join(timeout=240)
             process.kill()
             process.join()
             out, err = (Path(outputs, f"{rank}.{name}").read_text() for name in ("out", "err"))
@@ -197,12 +197,6 @@ def start_in_terminal(
     process = subprocess.Popen(command, **settings)
     os.close(slave)
     return process, master
-
-
-def read_until(process: subprocess.Popen, beginning: str) -> None:
-    """Read the log of a started run up to the first line with this beginning."""
-    while not (line := process.stdout.readline()).startswith(beginning):
-        assert line, "the run ended by itself"
 
 
 def finished(result: subprocess.CompletedProcess) -> list[str]:
