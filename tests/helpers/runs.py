@@ -1,5 +1,5 @@
 """Run the script: run_here in this process, run_ranks as forked gloo processes, each in a second;
-start and start_in_terminal as a process of its own. finished and failed check the result."""
+start_in_terminal as a process of its own. finished and failed check the result."""
 
 import contextlib
 import fcntl
@@ -176,13 +176,6 @@ def launch_command(ranks: int) -> list[str]:
     """Python; torchrun if ranks > 0."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return [sys.executable, *(launcher if ranks > 0 else [])]
-
-
-def start(folder: Path, environ: dict[str, str], command: list[str | Path]) -> subprocess.Popen:
-    """Start a command. Its errors go to the file stderr.txt."""
-    settings = {"cwd": folder, "env": process_environ(environ), "text": True}
-    with open(folder / "stderr.txt", "w") as errors:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, **settings)
 
 
 def start_in_terminal(
