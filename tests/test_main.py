@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict, fields, replace
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,14 +106,16 @@ def test_a_terminal_has_a_status_line_and_the_log_file_has_not(single):
         assert [text for text in statuses if re.search(pattern, text)], (pattern, statuses)
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_warning(tmp_path, knobs, monkeypatch):
-    """Also next to the score."""
-    warning = "WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi"
-    environ = {**knobs, "ITERATIONS": "0", "WARMUP_STEPS": "0", "DEVICE": "auto"}
-    for version, count in ((None, 0), ("13.0", 2)):  # of CUDA in torch's build
+def test_warnings_of_an_unused_gpu_and_a_wrong_tokenizer(knobs, monkeypatch):
+    """(test_hyperparameters.py shows that they come at the start and next to the score.)"""
+    hp = Hyperparameters.from_env({**knobs, "DEVICE": "auto"})
+    gpu = "WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi\n"
+    bpb = "WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer\n"
+    for version, is_right, wanted in ((None, True, ""), ("13.0", True, gpu), (None, False, bpb)):
         monkeypatch.setattr(torch.version, "cuda", version)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        assert finished(run_here(tmp_path, environ)).count(warning) == count
+        runtime = replace(ALONE, log=Lines())
+        train_gpt.log_warnings(SimpleNamespace(hp=hp, is_tokenizer_right=is_right), runtime)
+        assert runtime.log.text == wanted
 
 
 # ---- the log and the files -----------------------------------------------------------------------
