@@ -1,6 +1,7 @@
 """Quantization, the artifact and the files."""
 
 import os
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -131,6 +132,12 @@ def export(gpt: train_gpt.GPT, source: bytes) -> tuple[bytes, list[str]]:
     """The artifact, and the report after a run of this source."""
     artifact, report = train_gpt.export(gpt, gpt.hp, replace(ALONE, source=source))
     return artifact, report.splitlines()
+
+
+@pytest.mark.baseline
+def test_the_artifact_is_zlib_at_level_9(gpt):
+    artifact, _ = export(gpt, b"")
+    assert artifact == zlib.compress(zlib.decompress(artifact), 9)
 
 
 @pytest.mark.parametrize("spare, verdict", [(0, "fits"), (-1, "too_large")])

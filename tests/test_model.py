@@ -38,6 +38,12 @@ def test_initial_weights_are_the_contracts_for_a_seed(tied):
 
 
 @pytest.mark.baseline
+def test_the_default_model_has_17_million_parameters():
+    params = GPT(Hyperparameters()).parameters()
+    assert sum(param.numel() for param in params) == 17_059_912
+
+
+@pytest.mark.baseline
 def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
     gpt, hp = build()
     x, y = torch.randint(hp.vocab_size, (2, 3, hp.train_seq_len))
