@@ -126,27 +126,17 @@ def test_the_score_is_that_of_a_plain_version(patched, knobs, stride):
     assert losses.tolist() == pytest.approx(expected, abs=1e-4)
 
 
-# Documents from left to right; decoded are 2, 0 | 3, 1 | 4: longest first, two at a time.
-LENGTHS = [30, 20, 40, 25, 10]
-DECODED = [2, 0, 3, 1, 4]
-
-
-def score_documents(module: ModuleType, gpt: nn.Module, tokens: Tensor) -> list[Tensor]:
-    losses = module.final_losses(gpt, SimpleNamespace(hp=gpt.hp, tokens=tokens), ALONE)
-    return list(losses.split(LENGTHS))
-
-
 def test_adapters_learn_from_losses_without_hints(with_lora, knobs):
     """And hints count what is decoded before, one document after the other."""
-    tokens = random_tokens(LENGTHS)
+    lengths, decoded = [30, 20, 40, 25, 10], [2, 0, 3, 1, 4]  # 2, 0 | 3, 1 | 4: longest first
+    tokens = random_tokens(lengths)
+    models = [make_model(with_lora, knobs, TILT_BOOST=boost) for boost in ("0", "1.5")]
     plain, tilted = (
-        torch.cat(
-            score_documents(with_lora, make_model(with_lora, knobs, TILT_BOOST=boost), tokens)
-        )
-        for boost in ("0", "1.5")
+        with_lora.final_losses(gpt, SimpleNamespace(hp=gpt.hp, tokens=tokens), ALONE)
+        for gpt in models
     )
-    bounds = [sum(LENGTHS[:i]) for i in range(6)]
-    places = [place for i in DECODED for place in range(bounds[i], bounds[i + 1])]
+    bounds = [sum(lengths[:i]) for i in range(6)]
+    places = [place for i in decoded for place in range(bounds[i], bounds[i + 1])]
     inputs, targets = tokens[places].tolist(), tokens[[place + 1 for place in places]].tolist()
     changes = (tilted - plain)[places].tolist()
     rows = [*zip(count_hints(inputs, targets, 2, 0.6), targets, changes, strict=True)]
