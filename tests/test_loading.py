@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import score
 import torch
-from runs import ALONE, SCRIPT, failed, finished, run_here, run_ranks, scores
+from runs import ALONE, failed, finished, run_here, run_ranks, scores
 
 import train_gpt
 from train_gpt import (
@@ -130,6 +130,12 @@ def test_a_codec_that_fails_is_shown_with_the_type_of_its_error(tmp_path, state,
         load_model(state, tmp_path / "file", b"compressed")
 
 
+def test_a_bug_in_dequantize_is_not_called_a_damaged_file(trained, tmp_path, state, monkeypatch):
+    monkeypatch.setattr(train_gpt, "dequantize_state_dict_int8", lambda obj: obj["x"])
+    with pytest.raises(KeyError, match="'x'"):
+        load_model(state, tmp_path / "file", (trained[0] / ARTIFACT).read_bytes())
+
+
 # ---- score.py ------------------------------------------------------------------------------------
 @pytest.fixture
 def score_knobs(tmp_path, quantized_knobs) -> dict[str, str]:
@@ -223,15 +229,3 @@ def test_what_cannot_be_scored_is_one_error(trained, tmp_path, score_knobs, quan
     failed(result, f"{RESULT} is damaged")
     result = run_here(tmp_path, score_knobs, score, [str(tmp_path / "none.pt")])
     assert result.returncode == 2 and "none.pt' is not a file" in result.stderr
-
-
-def test_a_bug_in_dequantize_of_an_edited_script_keeps_its_traceback(
-    trained, tmp_path, score_knobs
-):
-    """The file is not damaged."""
-    edited = tmp_path / "edited.py"
-    edited.write_text(SCRIPT.read_text().replace('obj["passthrough"].items()', 'obj["x"].items()'))
-    arguments = [str(trained[0] / ARTIFACT), "--script", str(edited)]
-    result = run_here(tmp_path, score_knobs, score, arguments)
-    assert result.returncode == 1 and result.stderr.endswith("KeyError: 'x'\n")
-    assert 'obj["x"].items()' in result.stderr
