@@ -129,9 +129,8 @@ def test_each_target_is_scored_once_in_the_first_window_that_contains_it(small, 
         assert parts.dtype == torch.float32 and (parts != 0).sum(0).tolist() == [1] * 96
 
 
-@pytest.mark.parametrize("stride", [16, 5])
-def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small, stride):
-    """Another shape would be compiled. Six or seventeen windows are no multiple of four."""
+def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small):
+    """Another shape would be compiled. Seventeen windows are not a multiple of four."""
     hp = replace(small, val_batch_size=8 * 16 * 4)
     gpt, calls = GPT(hp, torch.float32), set()
 
@@ -141,6 +140,6 @@ def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small, strid
         calls.add((x.shape, y.shape, x.is_contiguous(), is_training, torch.is_grad_enabled()))
 
     gpt.register_forward_pre_hook(watch)
-    train_gpt.evaluate(gpt, Validation(small).tokens, stride, hp, ALONE)
+    train_gpt.evaluate(gpt, Validation(small).tokens, 5, hp, ALONE)
     assert calls == {((4, 16), (4, 16), True, False, False)}
     assert all(module.training for module in gpt.modules())
