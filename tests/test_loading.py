@@ -46,8 +46,7 @@ def load_model(state: TrainingState, path: Path, data: bytes) -> None:
     load_weights(state.gpt, data, str(path))
 
 
-PLAIN = [(load_model, MODEL), (load_model, CHECKPOINT), (resume, CHECKPOINT)]
-ALL = [*PLAIN, (load_model, ARTIFACT)]
+ALL = [*((load_model, name) for name in (MODEL, CHECKPOINT, ARTIFACT)), (resume, CHECKPOINT)]
 
 
 # ---- damaged and foreign files -------------------------------------------------------------------
