@@ -4,13 +4,12 @@ fake CUDA tensors, counts waits for the GPU and fails if a tensor is on the wron
 import json
 import os
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import fake_cuda_worker
 import pytest
 import torch
-from runs import ROOT, process_environ
+from runs import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from train_gpt import attend, attention_backends
@@ -24,11 +23,9 @@ def results(tmp_path_factory, knobs) -> dict[str, dict]:
     if torch.backends.cuda.is_built() or not shutil.which(CXX):
         pytest.skip(f"needs a torch without CUDA and a compiler ({CXX})")
     folder = tmp_path_factory.mktemp("fake_cuda")
-    command = [sys.executable, ROOT / "tests/helpers/fake_cuda_worker.py", folder]
-    own = {"NUM_LAYERS": "2", "GRAD_CLIP_NORM": "1", "DEVICE": "auto"}
-    environ = process_environ({**knobs, **own, "PYTHONPATH": str(ROOT), "CXX": CXX})
-    process = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
+    own = {"NUM_LAYERS": "2", "GRAD_CLIP_NORM": "1", "DEVICE": "auto", "CXX": CXX}
+    (worker,) = run_ranks(folder, {**knobs, **own}, 1, [fake_cuda_worker.__file__, folder])
+    assert worker.returncode == 0, worker.stderr
     return json.loads((folder / "result.json").read_text())
 
 

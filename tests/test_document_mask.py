@@ -5,7 +5,6 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import finished, run_here
 from scripts import load, patch_script, random_model
 from torch import Tensor
 
@@ -115,15 +114,3 @@ def test_documents_are_cut_as_by_a_plain_loop(patched, size, longest):
     mask, found = patched.find_documents(rows, longest, is_flash=False)
     assert torch.equal(mask[:, 0], (documents[:, :, None] == documents[:, None]).tril())
     assert found.tolist() == positions
-
-
-def test_whole_documents_train_in_one_row_per_slot(tmp_path, patched, knobs, monkeypatch):
-    shapes = {}
-
-    def logits(gpt, input_ids, logits=patched.GPT.logits):
-        shapes.setdefault(gpt.training, set()).add(tuple(input_ids.shape))
-        return logits(gpt, input_ids)
-
-    monkeypatch.setattr(patched.GPT, "logits", logits)
-    finished(run_here(tmp_path, {**knobs, "WHOLE_DOCUMENTS": "1"}, patched))
-    assert shapes == {True: {(1, 64)}, False: {(2, 32)}}  # batches of 512 tokens in 8 slots

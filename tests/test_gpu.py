@@ -2,13 +2,14 @@
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import SCRIPT, launch_command, start
+from runs import SCRIPT, launch_command, process_environ
 from texts import write_shard
 from torch import Tensor
 
@@ -89,9 +90,10 @@ def run_on_gpus(folder: Path, knobs: dict[str, str], ranks: int) -> list[float]:
     kept = ("CUDA_", "NCCL_", "LD_PRELOAD", "TORCHINDUCTOR_", "TRITON_")
     environ = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     environ |= {**knobs, "DEVICE": "cuda", "DTYPE": "fp32", "COMPILE": "1"}
-    process = start(folder, environ, [*launch_command(ranks), SCRIPT])
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, (folder / "stderr.txt").read_text()
+    settings = {"cwd": folder, "env": process_environ(environ), "capture_output": True}
+    process = subprocess.run([*launch_command(ranks), SCRIPT], text=True, timeout=240, **settings)
+    output = process.stdout
+    assert process.returncode == 0, process.stderr
     assert ("replicas:identical" in output) == (ranks > 1)
     values = re.findall(r"(?:train|val)_(?:loss|bpb):(\d+\.\d+)", output)
     assert len(values) == 6 + 2 * 3 + 2 * 2  # steps, validations, the score twice

@@ -134,7 +134,7 @@ def test_the_loss_is_that_of_a_plain_version(patched, lora_knobs, tied, chunk, t
     alone = plain_loss(patched, gpt, documents, 0.0)
     assert loss_of(patched, gpt, tokens, lora_lr=0.0) == pytest.approx(alone, abs=1e-6)
     learned = plain_loss(patched, gpt, documents, 5e-4)
-    for size in (0, 3, 4, 100):
+    for size in (0, 3, 100):
         loss = loss_of(patched, gpt, tokens, lora_documents=size)
         assert loss == pytest.approx(learned, abs=1e-5)
     assert learned < alone - 0.02

@@ -18,11 +18,6 @@ def build(dtype=torch.float32, seed=0, **knobs) -> tuple[GPT, Hyperparameters]:
     return GPT(hp, dtype), hp
 
 
-def batch(hp: Hyperparameters, sequences: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(hp.vocab_size, (sequences, hp.train_seq_len + 1))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
 @pytest.mark.baseline
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_are_the_contracts_for_a_seed(tied):
@@ -43,9 +38,15 @@ def test_initial_weights_are_the_contracts_for_a_seed(tied):
 
 
 @pytest.mark.baseline
+def test_the_default_model_has_17_million_parameters():
+    params = GPT(Hyperparameters()).parameters()
+    assert sum(param.numel() for param in params) == 17_059_912
+
+
+@pytest.mark.baseline
 def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
     gpt, hp = build()
-    x, y = batch(hp)
+    x, y = torch.randint(hp.vocab_size, (2, 3, hp.train_seq_len))
     half = GPT(hp, torch.bfloat16)
     half.load_state_dict(randomize(gpt).state_dict())
     seen = []
@@ -53,16 +54,3 @@ def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
         block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     assert abs(half(x, y).item() - gpt(x, y).item()) < 0.05
     assert set(seen) == {torch.bfloat16} and half(x, y).dtype == torch.float32
-
-
-def test_no_loss_depends_on_later_tokens():
-    gpt, hp = build(num_layers=4)
-    randomize(gpt).eval()
-    x, y = batch(hp, 1)
-    with torch.no_grad():
-        before = gpt(x, y, "none")[0]
-        for position in (1, 12, 23):
-            changed = x.clone()
-            changed[0, position] = (x[0, position] + 1) % hp.vocab_size
-            moved = (gpt(changed, y, "none")[0] - before).abs()
-            assert moved[:position].max() < 1e-6 < 1e-3 < moved[position]

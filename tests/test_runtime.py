@@ -4,14 +4,14 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import SCRIPT, failed, finished, free_port, run_here, run_ranks, start, without_gloo
+import torch.distributed.run as torchrun
+from runs import SCRIPT, failed, finished, free_port, run_here, run_ranks
 from texts import write_shard
 
 import train_gpt
@@ -189,16 +189,12 @@ def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset
 
 def test_torchrun_starts_two_nodes(tmp_path, knobs):
     """Two agents; torchrun chooses which of them is the first node. It has the log."""
-    environ = {**knobs, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", SCRIPT]
-    agents = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        agents.append(start(tmp_path / name, environ, command))
-    outputs = [without_gloo(agent.communicate(timeout=240)[0]) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    (log,) = filter(None, outputs)
+    command = [torchrun.__file__, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
+    command += [f"--rdzv_endpoint=127.0.0.1:{free_port()}", SCRIPT]
+    own = {number: {"OUTPUT_DIR": f"node{number}"} for number in (0, 1)}
+    agents = run_ranks(tmp_path, {**knobs, "GLOO_SOCKET_IFNAME": "lo"}, 2, command, own)
+    assert [agent.returncode for agent in agents] == [0, 0], agents
+    (log,) = filter(None, (agent.stdout for agent in agents))
     assert {"world_size:2 grad_accum_steps:4", "replicas:identical"} < {*log.splitlines()}
 
 

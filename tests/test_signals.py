@@ -1,22 +1,18 @@
 """Signals: during the training they end the run after the current step, with a checkpoint; before
 and after it, at once. (Signals to one of several ranks, and to torchrun: test_checkpoints.py.)"""
 
+import fcntl
 import json
 import os
+import pty
 import signal
+import sys
+import termios
 from functools import partial
 
 import pytest
 import torch
-from runs import (
-    SCRIPT,
-    finished,
-    launch_command,
-    run_here,
-    run_ranks,
-    send_signals,
-    start_in_terminal,
-)
+from runs import finished, run_here, run_ranks, send_signals
 
 import train_gpt
 from train_gpt import Hyperparameters
@@ -93,17 +89,29 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, mo
     assert (result.returncode, result.stderr) == (130, "")
 
 
-# torchrun exits with 1, or with 120, which is Python's code if stderr is gone.
-@pytest.mark.parametrize("ranks, codes", [(0, [129]), (2, [1, 120])], ids=["alone", "torchrun"])
-def test_a_closed_terminal_loses_nothing(tmp_path, knobs, ranks, codes):
-    environ = {**knobs, "ITERATIONS": "1000000", "WARMUP_STEPS": "0"}
-    command = [*launch_command(ranks), SCRIPT]
-    process, master = start_in_terminal(tmp_path, environ, command)
-    shown = b""
-    while b"step:2/" not in shown:
-        shown += os.read(master, 4096)  # an OSError if the run has ended
-    os.close(master)
-    assert process.wait(timeout=240) in codes
+def close_the_terminal() -> None:
+    """Run in a terminal, without ranks. It is closed in step 2."""
+    master, slave = pty.openpty()
+    os.setsid()
+    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)  # as a shell does
+    for number in (0, 1, 2):
+        os.dup2(slave, number)
+    os.close(slave)
+    sys.stdout = open(1, "w", closefd=False)
+    del os.environ["RANK"]
+
+    def train_step(state, train_step=train_gpt.train_step):
+        if state.step == 1:
+            os.close(master)
+        return train_step(state)
+
+    train_gpt.train_step = train_step
+
+
+def test_a_closed_terminal_loses_nothing(tmp_path, knobs):
+    environ = {**knobs, **QUICK, "ITERATIONS": "4"}
+    (result,) = run_ranks(tmp_path, environ, 1, edit=close_the_terminal)
+    assert result.returncode == 129
     last = (tmp_path / "logs" / "test.txt").read_text().splitlines()[-1]
-    assert last.startswith("stopped: signal:") and last.endswith(ADVICE)
+    assert last == f"stopped: signal:1 step:2/4: {ADVICE}"
     assert (tmp_path / "checkpoints" / "test.pt").is_file()

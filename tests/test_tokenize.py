@@ -5,11 +5,9 @@ import hashlib
 import json
 import os
 import re
+import runpy
 import shutil
-import signal
-import sys
 import threading
-import time
 from collections import Counter
 
 import check_dataset
@@ -18,7 +16,7 @@ import files
 import numpy as np
 import pytest
 import sentencepiece
-from runs import ROOT, start
+from runs import ROOT
 from texts import TEXTS, read_shard, train_tokenizer, write_documents
 from tokenizer_tools import encode_texts, open_model, read_specs, sentences_of
 
@@ -253,20 +251,13 @@ def test_documents_of_several_files_folders_and_pipes(tmp_path):
     assert rebuilt(tmp_path, "--docs", folder, docs=[mixed])[0] == [*texts, *texts[3:]]
 
 
-def test_an_interrupted_rebuild_says_how_to_go_on(tmp_path):
-    """Ctrl-C while it reads a pipe that never ends."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    command = [sys.executable, rebuild.__file__, "--output-root", tmp_path, "--docs", pipe]
-    process = start(tmp_path, {}, command)
-    with open(pipe, "r+b", buffering=0):
-        while not (tmp_path / "docs_piped").exists() and process.poll() is None:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
-    assert process.returncode == 1
-    errors = (tmp_path / "stderr.txt").read_text()
-    assert errors == "interrupted: run the same command again to start over\n"
+def test_an_interrupted_rebuild_says_how_to_go_on(tmp_path, monkeypatch):
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rebuild, "count_splits", interrupt)
+    message = failure(tmp_path, docs=[write_documents(tmp_path / "docs.jsonl")])
+    assert message == "interrupted: run the same command again to start over"
 
 
 def test_long_texts_become_lines_for_the_tokenizers_training():
@@ -300,13 +291,12 @@ def test_bad_documents_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("variable", ["SP_BATCH_SIZE=0", "TOKENIZER_THREADS=x"])
-def test_a_bad_variable_is_found_before_anything_else(tmp_path, variable):
+def test_a_bad_variable_is_found_before_anything_else(monkeypatch, variable):
     """With batches of 0 documents, all shards would be empty."""
     name, value = f"MATCHED_FINEWEB_{variable}".split("=")
-    process = start(tmp_path, {name: value}, [sys.executable, rebuild.__file__])
-    assert process.wait(120) == 1
-    words = f"error: {name}={value} must be a number above 0\n"
-    assert (tmp_path / "stderr.txt").read_text() == words
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=f"^error: {name}={value} must be a number above 0$"):
+        runpy.run_path(rebuild.__file__)
 
 
 def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):

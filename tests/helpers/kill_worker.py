@@ -1,6 +1,6 @@
 """The trainer under torchrun. Rank 1 kills itself in step 12. After the restart it is late, and
 rank 0 must not find its old address, nor what NCCL's watchdog writes when a rank fails. In step 18
-all ranks wait for a signal."""
+torchrun gets a signal, for which all ranks wait."""
 
 import os
 import signal
@@ -24,7 +24,8 @@ def main() -> None:
         if is_last and first_start and state.step == 11:
             os.kill(os.getpid(), signal.SIGKILL)
         if state.step == 17:
-            state.runtime.log("waiting")
+            if not is_last:
+                os.kill(os.getppid(), signal.SIGTERM)
             while not state.signum:
                 time.sleep(0.05)
         return train_step(state)

@@ -1,5 +1,5 @@
 """Run the script: run_here in this process, run_ranks as forked gloo processes, each in a second;
-start and start_in_terminal as a process of its own. finished and failed check the result."""
+start_in_terminal as a process of its own. finished and failed check the result."""
 
 import contextlib
 import fcntl
@@ -104,12 +104,12 @@ def run_ranks(
             processes.append(FORKS.Process(target=be_a_rank, args=arguments))
             processes[rank].start()
         for rank, process in enumerate(processes):
-            process.join(timeout=120)
+            process.join(timeout=240)
             process.kill()
             process.join()
             out, err = (Path(outputs, f"{rank}.{name}").read_text() for name in ("out", "err"))
-            result = subprocess.CompletedProcess("run", process.exitcode, without_gloo(out), err)
-            results.append(result)
+            out = re.sub(r"(?m)^\[Gloo\] .*\n", "", out)  # gloo itself prints it in torch 2.9
+            results.append(subprocess.CompletedProcess("run", process.exitcode, out, err))
     return results
 
 
@@ -166,23 +166,10 @@ def send_signals(
     monkeypatch.setattr(script, "train_step", train_step)
 
 
-def without_gloo(output: str) -> str:
-    """Remove what gloo itself prints to stdout in torch 2.9."""
-    lines = output.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith("[Gloo] "))
-
-
 def launch_command(ranks: int) -> list[str]:
     """Python; torchrun if ranks > 0."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return [sys.executable, *(launcher if ranks > 0 else [])]
-
-
-def start(folder: Path, environ: dict[str, str], command: list[str | Path]) -> subprocess.Popen:
-    """Start a command. Its errors go to the file stderr.txt."""
-    settings = {"cwd": folder, "env": process_environ(environ), "text": True}
-    with open(folder / "stderr.txt", "w") as errors:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, **settings)
 
 
 def start_in_terminal(
@@ -197,12 +184,6 @@ def start_in_terminal(
     process = subprocess.Popen(command, **settings)
     os.close(slave)
     return process, master
-
-
-def read_until(process: subprocess.Popen, beginning: str) -> None:
-    """Read the log of a started run up to the first line with this beginning."""
-    while not (line := process.stdout.readline()).startswith(beginning):
-        assert line, "the run ended by itself"
 
 
 def finished(result: subprocess.CompletedProcess) -> list[str]:
