@@ -218,11 +218,25 @@ def test_a_knob_that_the_script_lacks_is_a_warning(trained, tmp_path, score_knob
     assert " EMA_DECAY=0.5: apply its recipes" in warning
 
 
+def test_a_script_of_another_size_is_a_warning(trained, tmp_path, score_knobs):
+    """Not all recipes have knobs."""
+    saved = json.loads((trained[0] / RESULT).read_text())
+    saved["bytes_code"] += 7
+    (tmp_path / RESULT).write_text(json.dumps(saved))
+    lines = score_file(tmp_path, score_knobs, Path(shutil.copy(trained[0] / ARTIFACT, tmp_path)))
+    (warning,) = [line for line in lines if line.startswith("WARNING")]
+    assert f"that of the run had {saved['bytes_code']}: use the script of the run" in warning
+
+
 def test_what_cannot_be_scored_is_one_error(trained, tmp_path, score_knobs, quantized_knobs):
     shutil.copy(trained[0] / ARTIFACT, tmp_path)
     environ = {**quantized_knobs, "NUM_LAYERS": "3"}
     result = run_here(tmp_path, environ, score, [str(tmp_path / ARTIFACT)])
     failed(result, f"{RESULT} have no knobs", f"{ARTIFACT} does not fit")
+    shutil.copy(trained[0] / RESULT, tmp_path)
+    environ = {**score_knobs, "TOKENIZER_PATH": "none.model"}
+    result = run_here(tmp_path, environ, score, [str(tmp_path / ARTIFACT)])
+    failed(result, "TOKENIZER_PATH='none.model' is not a file: start in the folder where the run")
     (tmp_path / RESULT).write_text("{")
     result = run_here(tmp_path, score_knobs, score, [str(tmp_path / ARTIFACT)])
     failed(result, f"{RESULT} is damaged")

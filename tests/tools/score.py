@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
-from trained import load_script, model_parser, saved_knobs, unknown_knobs
+from trained import load_script, model_parser, saved_facts, saved_knobs, unknown_knobs
 
 
 def open_model(
@@ -29,6 +29,9 @@ def open_model(
     knobs = saved_knobs(path)
     environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
     hp = script.Hyperparameters.from_env({**knobs, **(defaults or {}), **environ})
+    if knobs and not Path(hp.tokenizer_path).is_file():
+        advice = "start in the folder where the run started, or set it and DATA_PATH"
+        raise script.InputError(f"TOKENIZER_PATH={hp.tokenizer_path!r} is not a file: {advice}")
     runtime = script.open_runtime(hp)
     script.compare_ranks(hp, runtime)
     validation = script.Validation(hp)
@@ -38,6 +41,9 @@ def open_model(
     script.log_settings(gpt, validation, runtime)
     if unknown := unknown_knobs(script, knobs):
         runtime.log(f"WARNING: the script lacks the run's knobs {unknown}: apply its recipes")
+    elif (size := saved_facts(path).get("bytes_code", own := len(runtime.source))) != own:
+        advice = "use the script of the run (--script), or the score may be another"
+        runtime.log(f"WARNING: the script has {own} bytes, that of the run had {size}: {advice}")
     return gpt, validation, runtime
 
 

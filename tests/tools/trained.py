@@ -53,21 +53,26 @@ def as_text(value: Any) -> str:
     return str(int(value) if isinstance(value, bool) else value)
 
 
+def saved_facts(path: Path) -> dict[str, Any]:
+    """final_result.json in the folder of this file; {} if there is none."""
+    result = path.with_name("final_result.json")
+    try:
+        return dict(json.loads(result.read_bytes())) if result.is_file() else {}
+    except (ValueError, TypeError) as error:
+        sys.exit(f"{result} is damaged: {error!r}: delete it, and set the knobs yourself")
+
+
 def saved_knobs(path: Path) -> dict[str, str]:
     """Environment variables of the run that wrote this file. A checkpoint contains them; for other
-    files, they are in final_result.json in the same folder. {} if they are nowhere."""
-    result = path.parent / "final_result.json"
+    files, they are in final_result.json. {} if they are nowhere."""
     try:  # with mmap, the tensors stay on the disk
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         knobs = loaded.get("knobs")
     except Exception:  # of any type: an artifact, or a damaged file, which load_weights refuses
         knobs = None
-    if knobs is None and result.is_file():
-        try:
-            knobs = dict(json.loads(result.read_bytes())["knobs"])
-        except (ValueError, KeyError, TypeError) as error:
-            sys.exit(f"{result} is damaged: {error!r}: delete it, and set the knobs yourself")
+    knobs = knobs or saved_facts(path).get("knobs")
     if knobs is None:
+        result = path.with_name("final_result.json")
         advice = f"copy the run's {result.name} there"
         print(f"{path} and {result} have no knobs: {advice}", file=sys.stderr)
     return {name.upper(): as_text(v) for name, v in (knobs or {}).items() if name not in OWN}
