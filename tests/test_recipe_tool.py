@@ -66,7 +66,7 @@ def test_a_record_is_next_to_the_script(golf, monkeypatch):
 @pytest.mark.parametrize(
     "names, edit, words",
     [
-        ("int7", "", "'int7' is not a recipe: --list shows all"),
+        ("int7", "", "'int7' is not a recipe: recipe.py --list shows all"),
         ("xsa value_residual depth_recurrence", "", "value_residual and depth_recurrence exclude"),
         ("record min_lr min_lr", "", "min_lr is already in the script"),
         ("leaky_relu", "F.silu(x)", "does not fit: 'x = F.silu(x)' is in place of 'x = F.relu(x)."),

@@ -350,7 +350,7 @@ def draw(groups: list[Group]) -> Figure:
     else:  # the common part of the file names, if that tells
         names = [os.path.commonprefix([run.name for run in group.runs]) for group in groups]
         labels = [name.rstrip("0123456789").rstrip("-_./") for name in names]
-        if not all(labels) or len({*labels}) < len(groups):
+        if not all(labels) or len({*labels}) < len(groups) or "/" in "".join(labels):
             labels = [group.name for group in groups]
     height = max(4.5, 0.2 * len(groups))  # in inches: a group has a line in the legend
     figure = Figure(figsize=(9, height), layout="constrained")

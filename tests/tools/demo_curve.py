@@ -1,11 +1,10 @@
-"""Draw the score of a demo against its steps, with two general compressors as lines.
+"""Draw the score of a demo against its steps, with those of xz as lines.
 
     VAL_LOSS_EVERY=20 RUN_ID=curve PRESET=demo python train_gpt.py
     python tests/tools/demo_curve.py logs/curve.txt tests/tools/demo.svg
 
 Start it where the demo ran. Needs matplotlib."""
 
-import json
 import lzma
 import re
 import sys
@@ -21,11 +20,14 @@ DATASET, TOKENIZER = Path("data/datasets/demo_sp1024"), "data/tokenizers/demo_10
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "", "font.sans-serif": "DejaVu Sans"}
 
 
-def xz_bits_per_byte() -> float:
-    """Return the size of the demo's validation text under xz -9e."""
-    tokens = np.fromfile(DATASET / "fineweb_val_000000.bin", "<u2")[512:].tolist()  # after a header
-    text = SentencePieceProcessor(model_file=TOKENIZER).decode(tokens).encode()
-    return 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
+def xz_size(text: bytes) -> int:
+    return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
+
+
+def read_text(split: str) -> bytes:
+    """Return the text of a split of the demo, which is one shard."""
+    tokens = np.fromfile(DATASET / f"fineweb_{split}_000000.bin", "<u2")[512:]  # after a header
+    return SentencePieceProcessor(model_file=TOKENIZER).decode(tokens.tolist()).encode()
 
 
 def draw(log: str) -> Figure:
@@ -34,21 +36,20 @@ def draw(log: str) -> Figure:
         sys.exit("the log is not one of the demo, to which the compressors belong")
     scores = re.findall(r"^step:(\d+)/.* val_bpb:(\S+)", log, re.M)
     steps, bpb = [int(step) for step, _ in scores], [float(score) for _, score in scores]
-    best = json.loads((DATASET / "demo_corpus.json").read_text())["lzma_bpb"]
-    xz = xz_bits_per_byte()
+    train, val = read_text("train"), read_text("val")
+    alone = 8 * xz_size(val) / len(val)
+    after = 8 * (xz_size(train + val) - xz_size(train)) / len(val)
     figure = Figure(figsize=(7.2, 3.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.plot(steps, bpb, linewidth=2, marker="o", markersize=4)
     ends = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
     axes.annotate(f"{bpb[-1]:.2f}", (steps[-1], bpb[-1]), color="C0", weight="bold", **ends)
-    # The lines are close to each other, so one label is above them and one is below.
-    lines = sorted([(best, f"best lzma: {best:.2f}"), (xz, f"xz -9e: {xz:.2f}")])
-    for (value, name), side, y in zip(lines, ("top", "bottom"), (-4, 4), strict=True):
+    style = {"xytext": (0, -4), "textcoords": "offset points", "va": "top", "color": "dimgray"}
+    for value, name in ((alone, "this text alone"), (after, "after the training text")):
         axes.axhline(value, color="dimgray", linewidth=0.8, linestyle="--", zorder=0)
-        style = {"xytext": (0, y), "textcoords": "offset points", "va": side}
-        axes.annotate(name, (steps[0], value), color="dimgray", **style)
+        axes.annotate(f"xz -9e, {name}: {value:.2f}", (steps[0], value), **style)
     axes.set(xlabel="step", ylabel="bits per byte")
-    axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(min(bpb[-1], best) - 0.3, max(bpb) + 0.1))
+    axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(min(bpb[-1], after) - 0.3, max(bpb) + 0.1))
     axes.set_title("The demo's score on text that it has not seen", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -153,7 +153,7 @@ class Experiment:
     def __str__(self) -> str:
         text = "{gain} {unit} ({low} to {high}), {verdict}"
         if math.isinf(interval(self.gains)[0]):
-            text = "{gain} {unit}, not yet: three pairs are the least"
+            text = "{gain} {unit}, not yet: needs at least three pairs"
         return text.format(**self.row)
 
     def compare_times(self) -> str:

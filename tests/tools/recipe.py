@@ -68,7 +68,7 @@ def write_script(names: list[str], output: Path, source: Path = SCRIPT) -> Path:
     """Write the source with these recipes and those of these records, or raise ValueError."""
     names = [recipe for name in names for recipe in RECORDS.get(name, [name])]
     if unknown := [name for name in names if name not in PATCHES]:
-        raise ValueError(f"{unknown[0]!r} is not a recipe: --list shows all")
+        raise ValueError(f"{unknown[0]!r} is not a recipe: recipe.py --list shows all")
     for pair in EXCLUSIVE:
         if {*pair} <= {*names}:
             raise ValueError(f"{' and '.join(pair)} exclude each other: leave one out")
