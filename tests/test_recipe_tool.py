@@ -1,5 +1,6 @@
 """recipe.py: scripts with recipes, anywhere; why a recipe does not fit; patches after an edit."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,15 @@ def test_the_list_describes_each_recipe_and_record(capsys):
     recipe.main(["--list"])
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert [name for name, _ in lines] == sorted({*NAMES, *recipe.RECORDS})
+
+
+def test_a_list_that_nobody_reads_to_its_end_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, recipe.__file__, "--list"]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert result.stderr == b""
 
 
 def test_patches_follow_the_script(golf):

@@ -78,6 +78,8 @@ def test_an_error_says_what_is_missing(tmp_path, trained):
         ([copied], "does not fit: .*final_result.json next to it.*--script names"),
         ([trained[0] / "final_model.pt", "--tokenizer=none"], "none.* set --tokenizer"),
         ([trained[0] / "final_result.json"], "damaged or not a model.*copy the file again"),
+        ([copied, "--temperature=-1"], "--temperature -1.0 must be finite, 0 or more"),
+        ([copied, "--temperature=nan"], "--temperature nan must be finite, 0 or more"),
         ([copied, f"--script={copied}"], "final_model.pt is not a train_gpt.py"),
         ([copied, f"--script={caseops.__file__}"], "caseops.py is not a train_gpt.py"),
     ):

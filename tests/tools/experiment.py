@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from anytime import claims_that_stand, evidence, interval, verdict
 from jobs import Machine, Run, Side, show, train
-from recipe import write_script
+from recipe import PATCHES, write_script
 from trained import OWN, SCRIPT, load_script
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
@@ -67,9 +67,9 @@ def write_scripts(args: Namespace) -> str:
 def check_knobs(names: list[str], known: list[str]) -> None:
     """Raise ValueError for a name that is not a knob. A recipe's knobs are fields in its patch."""
     owners = {}
-    for path in sorted(SCRIPT.parent.glob("tests/recipes/*.patch")):
+    for recipe, path in PATCHES.items():
         for knob in re.findall(RECIPE_KNOB, path.read_text(encoding="utf-8"), re.M):
-            owners[knob.upper()] = path.stem
+            owners[knob.upper()] = recipe
     for name in set(names) - set(known):
         near = difflib.get_close_matches(name, [*known, *owners], n=1, cutoff=0.85)
         advice = f", did you mean {near[0]}?" if near else ", see `train_gpt.py --help`"
@@ -158,13 +158,12 @@ class Experiment:
 
     def compare_times(self) -> str:
         """The time of a step in proportion, from pairs that were trained side by side."""
-        pairs = [[run.result() for run in pair if run.is_whole] for pair in self.pairs]
-        pairs = [pair for pair in pairs[: len(self.gains)] if len(pair) == 2]
-        ratios = sorted(pair[1]["ms_per_step"] / pair[0]["ms_per_step"] for pair in pairs)
-        if not ratios:
+        pairs = [(a, b) for a, b in self.pairs[: len(self.gains)] if a.is_whole and b.is_whole]
+        if not pairs:
             return "time of a step: unknown, since no pair was trained now"
-        low, mean, high = ratios[0], fmean(ratios), ratios[-1]
-        return f"time of a step: {mean:.3f} times the baseline's ({low:.3f} to {high:.3f})"
+        ratios = [b.result()["ms_per_step"] / a.result()["ms_per_step"] for a, b in pairs]
+        limits = f"({min(ratios):.3f} to {max(ratios):.3f})"
+        return f"time of a step: {fmean(ratios):.3f} times the baseline's {limits}"
 
     def find_worth(self) -> str:
         """Train the baseline for longer: with how many more steps is it as good?"""
@@ -188,10 +187,10 @@ class Experiment:
 
     def report(self) -> int:
         """Print the result. Returns the exit code."""
-        results = [run.result() for pair in self.pairs for run in pair]
         about = f"by more than {self.args.by:g}? evidence {self.row['evidence']}, 100 shows it"
         show(f"\ngain: {self}\nbetter {about}\n{self.compare_times()}\n")
-        is_capped = any(r and r["steps"] < self.pairs[0][0].side.hp.iterations for r in results)
+        steps = [run.result()["steps"] for pair in self.pairs[: len(self.gains)] for run in pair]
+        is_capped = min(steps) < self.pairs[0][0].side.hp.iterations
         if is_capped and self.args.machine.jobs > 1 and not self.args.machine.gpus:
             show("WARNING: the time limit ended runs that shared the CPU: use --jobs 1\n")
         if self.args.worth:
@@ -282,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped: the same command goes on from here", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SystemExit) as error:
         print(f"experiment.py: {error}", file=sys.stderr)
     except Exception:
         sys.excepthook(*sys.exc_info())

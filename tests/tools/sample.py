@@ -4,6 +4,7 @@
 
 All but a checkpoint need the final_result.json of their run in the same folder, for its knobs."""
 
+import math
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -56,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another text")
     parser.add_argument("--tokenizer", help="default: TOKENIZER_PATH of the run")
     args = parser.parse_args(arguments)
+    if not 0 <= args.temperature < math.inf:
+        sys.exit(f"--temperature {args.temperature} must be finite, 0 or more")
     hp, gpt = load_model(load_script(args.script), args.model)
     try:
         tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)
