@@ -9,8 +9,7 @@ from pathlib import Path
 import kill_worker
 import pytest
 import torch
-import torch.distributed.run as torchrun
-from runs import ALONE, failed, finished, run_here, run_ranks, same_models, send_signals
+from runs import ALONE, TORCHRUN, failed, finished, run_here, run_ranks, same_models, send_signals
 from texts import read_shard, write_shard
 
 import train_gpt
@@ -217,7 +216,7 @@ def test_torchrun_resumes_after_kill_9_and_its_sigterm_stops_all_ranks(tmp_path,
     """It restarts all ranks when one is killed. After a signal to it, they save and leave."""
     environ = {**long_knobs, "CHECKPOINT_EVERY": "5", "RESUME": "auto"}
     options = ["--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    command = [torchrun.__file__, *options, kill_worker.__file__]
+    command = [TORCHRUN, *options, kill_worker.__file__]
     (agent,) = run_ranks(tmp_path, environ, 1, command)
     lines = agent.stdout.splitlines()
     assert [line for line in lines if line.startswith(f"resume:{CHECKPOINT} step:10 ")], agent

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.run as torchrun
-from runs import SCRIPT, failed, finished, free_port, run_here, run_ranks
+from runs import SCRIPT, TORCHRUN, failed, finished, free_port, run_here, run_ranks
 from texts import write_shard
 
 import train_gpt
@@ -189,7 +188,7 @@ def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset
 
 def test_torchrun_starts_two_nodes(tmp_path, knobs):
     """Two agents; torchrun chooses which of them is the first node. It has the log."""
-    command = [torchrun.__file__, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
+    command = [TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
     command += [f"--rdzv_endpoint=127.0.0.1:{free_port()}", SCRIPT]
     own = {number: {"OUTPUT_DIR": f"node{number}"} for number in (0, 1)}
     agents = run_ranks(tmp_path, {**knobs, "GLOO_SOCKET_IFNAME": "lo"}, 2, command, own)

@@ -28,6 +28,7 @@ from train_gpt import Log, Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "train_gpt.py"
+TORCHRUN = Path(torch.distributed.__file__).with_name("run.py")
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, False)  # one process, without a log
 
 
