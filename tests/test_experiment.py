@@ -170,6 +170,13 @@ def test_user_errors_are_one_line_before_any_run(run, arguments, words):
     assert (code, output, errors.count("\n")) == (2, "", 1) and words in errors
 
 
+def test_local_rank_is_not_taken_for_lora_rank():
+    """A knob of a recipe; the names are 0.84 alike."""
+    with pytest.raises(ValueError) as error:
+        experiment.check_knobs(["LOCAL_RANK"], [])
+    assert "LORA_RANK" not in str(error.value)
+
+
 def finished_pairs(folder: Path, *results: tuple) -> experiment.Experiment:
     """An experiment whose runs have these losses in nats and in bits per byte. None: unfinished."""
     sides = [experiment.Side(name, None, {}, None, folder / name) for name in ("old", "new")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import recipe
-from runs import SCRIPT
+from runs import ROOT, SCRIPT
 from scripts import NAMES
 
 pytestmark = [
@@ -53,6 +53,14 @@ def golf(tmp_path) -> Path:
 
 def call(folder: Path, *arguments: str) -> str:
     return run(folder, sys.executable, "tests/tools/recipe.py", *arguments)
+
+
+def test_a_record_is_what_git_apply_makes_of_its_list(tmp_path):
+    shutil.copy(SCRIPT, tmp_path)
+    patches = (ROOT / "tests/recipes/record1855.txt").read_text().split()
+    run(tmp_path, "git", "apply", *(str(ROOT / patch) for patch in patches))
+    written = recipe.write_script(["record1855"], tmp_path / "record.py")
+    assert written.read_text() == (tmp_path / "train_gpt.py").read_text() != SCRIPT.read_text()
 
 
 def test_a_record_is_next_to_the_script(golf, monkeypatch):

@@ -80,6 +80,8 @@ def test_an_error_says_what_is_missing(tmp_path, trained):
         ([trained[0] / "final_result.json"], "damaged or not a model.*copy the file again"),
         ([copied, "--temperature=-1"], "--temperature -1.0 must be finite, 0 or more"),
         ([copied, "--temperature=nan"], "--temperature nan must be finite, 0 or more"),
+        ([copied, "\udcff"], "the prompt is not UTF-8"),
+        ([copied, f"--seed={2**64}"], "--seed 18446744073709551616 must be from 0 to"),
         ([copied, f"--script={copied}"], "final_model.pt is not a train_gpt.py"),
         ([copied, f"--script={caseops.__file__}"], "caseops.py is not a train_gpt.py"),
     ):

@@ -57,8 +57,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another text")
     parser.add_argument("--tokenizer", help="default: TOKENIZER_PATH of the run")
     args = parser.parse_args(arguments)
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError:
+        sys.exit("the prompt is not UTF-8: write it in a terminal that uses UTF-8")
     if not 0 <= args.temperature < math.inf:
         sys.exit(f"--temperature {args.temperature} must be finite, 0 or more")
+    if not 0 <= args.seed < 2**63:
+        sys.exit(f"--seed {args.seed} must be from 0 to 2**63 - 1")
     hp, gpt = load_model(load_script(args.script), args.model)
     try:
         tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)
