@@ -39,9 +39,11 @@ def open_model(
     data = runtime.from_rank_0(path.read_bytes)
     script.load_weights(gpt, data, str(path))
     script.log_settings(gpt, validation, runtime)
+    own = len(runtime.source)
+    size = saved_facts(path).get("bytes_code", own)
     if unknown := unknown_knobs(script, knobs):
         runtime.log(f"WARNING: the script lacks the run's knobs {unknown}: apply its recipes")
-    elif (size := saved_facts(path).get("bytes_code", own := len(runtime.source))) != own:
+    elif size != own:
         advice = "use the script of the run (--script), or the score may be another"
         runtime.log(f"WARNING: the script has {own} bytes, that of the run had {size}: {advice}")
     return gpt, validation, runtime
