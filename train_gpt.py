@@ -29,7 +29,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -143,12 +142,10 @@ class Hyperparameters:
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
         """Knobs of the environment, else of the preset, else the defaults."""
         texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
-        if "CONTROL_TENSOR_NAME_PATTERNS" in texts:  # then the second list follows it
-            patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
-            texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)
-        types = get_type_hints(cls)
-        given = [name for name in types if name.upper() in texts]
-        hp = cls(**{name: parse_knob(name, types[name], texts[name.upper()]) for name in given})
+        if (patterns := texts.get("CONTROL_TENSOR_NAME_PATTERNS")) is not None:
+            texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)  # it follows the first
+        types = get_type_hints(cls).items()
+        hp = cls(**{k: parse_knob(k, t, texts[k.upper()]) for k, t in types if k.upper() in texts})
         hp.check()
         if hp.resume == "auto" and "RUN_ID" not in environ:
             raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
@@ -547,6 +544,11 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentu
                 group["momentum"] = momentum
 
 
+def set_stage(gpt: GPT, done: float) -> None:
+    """Switch the graph at this progress. Recipes add lines here, for example to begin loops."""
+    # The warm-up visits all stages, so that the training compiles nothing.
+
+
 # ---- Data ------------------------
 SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1, tokens, zeros
 WAYS_TO_DATA = """\
@@ -750,8 +752,7 @@ def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
     facts["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
     first, *others = runtime.gather(facts)
     for rank, other in enumerate(others, start=1):
-        differ = [name for name in first | other if first.get(name) != other.get(name)]
-        if differ:
+        if differ := [name for name in first | other if first.get(name) != other.get(name)]:
             raise InputError(f"ranks 0 and {rank} differ in {', '.join(differ)}: make these equal")
 
 
@@ -1001,10 +1002,9 @@ def quantize_tensor(name: str, weight: Tensor, hp: Hyperparameters) -> tuple[Ten
 
 
 def quantize_state_dict_int8(
-    state_dict: Mapping[str, Tensor], hp: Hyperparameters | None = None
+    state_dict: Mapping[str, Tensor], hp: Hyperparameters = Hyperparameters()
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns the artifact and statistics. hp may be None for people who import this function."""
-    hp = hp or Hyperparameters()
+    """Returns the artifact and statistics. People who import this function may leave out hp."""
     keep_patterns = hp.int8_keep_float_fp32_name_patterns
     parts = ("quantized", "scales", "dtypes", "passthrough")
     obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
@@ -1089,9 +1089,8 @@ def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
     if runtime.compiled:
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
     if dist.is_initialized():
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        ddp = nn.parallel.DistributedDataParallel
-        model = ddp(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
     return model
 
 
@@ -1245,6 +1244,7 @@ def warm_up(state: TrainingState) -> None:
     num_steps = max(wanted, int(dist.is_initialized()))
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
+        set_stage(state.gpt, (step - 1) / max(num_steps - 1, 1))
         train_step(state)
         for name, param in state.gpt.named_parameters():  # DDP refuses a second step without one
             if param.requires_grad and param.grad is None:
@@ -1292,6 +1292,7 @@ def train(state: TrainingState, validation: Validation) -> int:
     while True:  # all exits are at the top, where all ranks agree
         clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
         elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
+        set_stage(state.gpt, progress(hp, state.step, elapsed_ms))
         if state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
             state.stopwatch.pause()
             return 0  # a finished run is exported, whatever its loss
@@ -1380,9 +1381,8 @@ def log_end(state: TrainingState, validation: Validation, artifact: bytes, repor
     elif runtime.world_size > 1:
         runtime.log("replicas:identical")
     if runtime.device.type == "cuda":
-        allocated = torch.cuda.max_memory_allocated() >> 20
-        reserved = torch.cuda.max_memory_reserved() >> 20
-        runtime.log(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
     runtime.log(report)
     data = runtime.from_rank_0(lambda: artifact)
     load_weights(state.gpt, data, "the exported artifact")

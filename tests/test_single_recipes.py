@@ -401,7 +401,7 @@ def test_each_stage_of_a_run_is_compiled_in_the_warm_up(tmp_path, knobs, monkeyp
     stages, graphs = [], []
 
     def train_step(state, train_step=module.train_step):
-        stages.append((len(state.gpt.order), state.hp.train_seq_len))
+        stages.append((len(state.gpt.order), state.gpt.stage.train_seq_len))
         loss = train_step(state)
         graphs.append(counters["stats"]["unique_graphs"])
         return loss
