@@ -89,6 +89,14 @@ def test_a_recipe_that_cannot_be_applied_is_named(tmp_path, names, edit, words):
     assert words in str(raised.value) and not output.exists()
 
 
+def test_a_patch_that_git_could_misplace_is_refused(tmp_path, monkeypatch):
+    patch = tmp_path / "blank.patch"
+    patch.write_text("--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -9,2 +9,3 @@\n \n+x = 1\n \n")
+    monkeypatch.setitem(recipe.PATCHES, "blank", patch)
+    with pytest.raises(ValueError, match="^blank inserts between blank lines"):
+        recipe.write_script(["blank"], tmp_path / "output.py")
+
+
 def test_the_list_describes_each_recipe_and_record(capsys):
     recipe.main(["--list"])
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]

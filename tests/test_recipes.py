@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import score
-from recipe import EXCLUSIVE, RECORDS
-from runs import ROOT, finished, run_here, run_ranks, same_models, scores, send_signals
+from recipe import EXCLUSIVE, RECORDS, fits_exactly
+from runs import ROOT, SCRIPT, finished, run_here, run_ranks, same_models, scores, send_signals
 from scripts import NAMES, knobs_of, load, patch_script
 
 pytestmark = pytest.mark.baseline
@@ -46,6 +46,7 @@ def unpatched(tmp_path_factory) -> Callable[..., Result]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_applies_and_acts(tmp_path, knobs, quantized_knobs, name, monkeypatch, unpatched):
     """A recipe that does nothing gives the score of the unpatched script."""
+    assert fits_exactly(name, SCRIPT.read_text()), "run recipe.py --refresh"
     script = patch_script(tmp_path, [name])
     config = f"--config={ROOT / '.ruff.toml'}"
     for command in (["format", "--check"], ["check"]):
@@ -62,7 +63,8 @@ def test_a_recipe_applies_and_acts(tmp_path, knobs, quantized_knobs, name, monke
     # Only training changes the weights; the codec and the preset change no score.
     assert (weights == plain_weights) == (name in (*EXPORT, *TEST_TIME, "record"))
     assert (artifact == plain_artifact) == (name in (*TEST_TIME, "record"))
-    assert (score == plain_score) == (name in ("rans", "record"))
+    does_nothing = score == plain_score
+    assert does_nothing == (name in ("rans", "record")), score
 
 
 @pytest.mark.parametrize("choice", [0, 1])

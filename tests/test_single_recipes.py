@@ -557,6 +557,14 @@ def test_logits_are_those_of_a_plain_version(tmp_path, names, knobs, monkeypatch
             gpt.set_looping(False)
 
 
+def test_loops_that_reach_the_lanes_are_refused(tmp_path, monkeypatch):
+    module = load(patch_script(tmp_path, ["depth_recurrence", "parallel_residuals"]), monkeypatch)
+    knobs = {"NUM_LAYERS": "4", "TWO_LANES": "1", "LOOP_FIRST": "1", "MODEL_DIM": "32"}
+    module.GPT(module.Hyperparameters.from_env({**knobs, "PARALLEL_LAYERS": "1"}))
+    with pytest.raises(module.InputError, match="^LOOP_LAYERS reach the lanes"):
+        module.GPT(module.Hyperparameters.from_env({**knobs, "PARALLEL_LAYERS": "2"}))
+
+
 def test_positive_and_negative_logits_have_their_own_caps(tmp_path, monkeypatch):
     """Both are LOGIT_SOFTCAP at first. Adam trains their logarithms."""
     module = load(patch_script(tmp_path, ["asymmetric_cap"]), monkeypatch)

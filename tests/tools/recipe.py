@@ -56,6 +56,8 @@ def find_misfit(name: str, lines: list[str]) -> str:
 
 def apply(name: str, script: str) -> str:
     """Return the script with this recipe, or raise ValueError with a line that says why not."""
+    if not all("".join(needed).strip() for _, needed in read_hunks(name)):
+        raise ValueError(f"{name} inserts between blank lines: git may misplace it, so move it")
     if git("apply", "--directory=a", "-R", "--check", PATCHES[name], scripts=[script])[0]:
         raise ValueError(f"{name} is already in the script")
     fits, patched = git("apply", "--directory=a", PATCHES[name], scripts=[script])
