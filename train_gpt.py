@@ -1376,7 +1376,7 @@ def log_end(state: TrainingState, validation: Validation, artifact: bytes, repor
     if state.step < hp.iterations:
         end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
         runtime.log(f"stopping_early: wallclock_cap {end}")
-    if len(set(runtime.gather(zlib.crc32(serialize(state.gpt.state_dict()))))) > 1:
+    if len(set(runtime.gather(zipfile.crc32(serialize(state.gpt.state_dict()))))) > 1:
         runtime.log("WARNING: replicas: the ranks have different weights")
     elif runtime.world_size > 1:
         runtime.log("replicas:identical")
