@@ -103,6 +103,7 @@ def test_a_knob_and_what_its_gain_is_worth(run, out):
         assert "does not fall steadily" in worth
 
 
+@pytest.mark.baseline
 def test_recipes_on_a_baseline_that_was_chosen_get_fresh_seeds(run, out):
     """It was the candidate of seed 1, whose luck may have chosen it."""
     run("--set", "MATRIX_LR=0.2", "--seeds", "1")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gpu_report
+import pytest
 from runs import run_here
 
 import train_gpt
@@ -41,6 +42,7 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
     assert gpu_report.main() == 0
 
 
+@pytest.mark.baseline
 def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     """Those with torch run in this process, since each new one starts for seconds."""
 

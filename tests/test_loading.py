@@ -171,7 +171,7 @@ def test_the_environment_overrides_the_knobs_of_the_run(
     taken = {f"{knob}={quantized_knobs[knob]}" for knob in ("MODEL_DIM", "VOCAB_SIZE")}
     assert {*taken, "EVAL_STRIDE=16", f"DATA_PATH={score_knobs['DATA_PATH']}"} < {*knobs.split()}
     assert lines[-2].endswith(" stride:16")
-    assert scores(lines[-1])[0] < scores(trained[1][-1])[0] - 1e-3  # more context
+    assert scores(lines[-1])[0] < scores(trained[1][-1])[0]  # more context
 
 
 @pytest.mark.parametrize("name", [MODEL, CHECKPOINT])
