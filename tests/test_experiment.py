@@ -59,6 +59,7 @@ def ledger(out: Path) -> list[dict[str, str]]:
     return experiment.read_ledger(out / "ledger.tsv")
 
 
+@pytest.mark.baseline
 def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
     tmp_path, run, out, monkeypatch
 ):
