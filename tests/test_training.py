@@ -74,6 +74,7 @@ def test_accumulated_gradients_are_those_of_one_batch(ranks, hp):
 
 def test_gradients_are_all_reduced_once_a_step(ranks):
     assert {rank["all_reduces"] for rank in ranks} == {STEPS}  # all fit into one DDP bucket
+    assert not any(rank["sends_buffers"] for rank in ranks)
 
 
 def test_ranks_end_with_the_same_bits(ranks):

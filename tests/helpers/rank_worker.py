@@ -50,6 +50,7 @@ def main() -> None:
         rank_loss = train_gpt.train_step(state)
         losses.append(sum(runtime.gather(rank_loss.item())) / runtime.world_size)
     result = {"gradients": gradients[0], "all_reduces": counter[0], "losses": losses}
+    result["sends_buffers"] = state.model.will_sync_module_buffers()  # in each forward pass
     result |= {"weights": state.gpt.state_dict(), "validation": validation_losses(state)}
     torch.save(result, folder / f"{runtime.world_size}_{runtime.rank}.pt")
     dist.barrier()
