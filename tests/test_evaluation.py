@@ -111,7 +111,7 @@ def test_too_few_tokens_and_foreign_tokens(small, tmp_path):
 def test_each_target_is_scored_once_in_the_first_window_that_contains_it(small, eval_stride):
     """By one rank. The reference scores token by token. For any number of ranks and windows in a
     batch. With 0 or 16 windows are side by side."""
-    gpt, stride = randomize(GPT(small, torch.float32)), eval_stride or 16
+    gpt, stride = randomize(GPT(small, torch.float32)).eval(), eval_stride or 16
     ids = Validation(small).tokens.to(torch.int64)
     ends = [16, *range(16 + stride, 96, stride), 96]  # of windows, in targets
     expected = []

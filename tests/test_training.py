@@ -65,7 +65,7 @@ def alone(hp) -> dict:
 
 def test_accumulated_gradients_are_those_of_one_batch(ranks, hp):
     gradients, loss = one_batch(hp)
-    if one_batch(hp, seed=1)[1] != loss:
+    if any((gradients[name] != grad).any() for name, grad in one_batch(hp, seed=1)[0].items()):
         pytest.skip("dropout draws other masks for one batch")
     for rank in ranks:
         assert rank["losses"][0] == pytest.approx(loss, rel=1e-6)
