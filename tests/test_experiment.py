@@ -80,6 +80,7 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
     assert re.search(r"^time of a step: \d\.\d+ times", output, re.M) and errors == ""
 
 
+@pytest.mark.baseline
 def test_a_knob_and_what_its_gain_is_worth(run, out):
     """The second command trains nothing and replaces its row in the ledger."""
     command = ["--set", "MATRIX_LR=0.2", "--seeds", "1", "--worth"]

@@ -1,5 +1,6 @@
 """Single recipes: what each promises beyond training. (All recipes alike: test_recipes.py.)"""
 
+import contextlib
 import functools
 import itertools
 import re
@@ -559,10 +560,11 @@ def test_logits_are_those_of_a_plain_version(tmp_path, names, knobs, monkeypatch
 
 def test_loops_that_reach_the_lanes_are_refused(tmp_path, monkeypatch):
     module = load(patch_script(tmp_path, ["depth_recurrence", "parallel_residuals"]), monkeypatch)
-    knobs = {"NUM_LAYERS": "4", "TWO_LANES": "1", "LOOP_FIRST": "1", "MODEL_DIM": "32"}
-    module.GPT(module.Hyperparameters.from_env({**knobs, "PARALLEL_LAYERS": "1"}))
-    with pytest.raises(module.InputError, match="^LOOP_LAYERS reach the lanes"):
-        module.GPT(module.Hyperparameters.from_env({**knobs, "PARALLEL_LAYERS": "2"}))
+    for layers, first, lanes, fits in [(4, 1, 1, True), (4, 1, 2, False), (6, 4, 1, False)]:
+        knobs = {"NUM_LAYERS": layers, "LOOP_FIRST": first, "PARALLEL_LAYERS": lanes}
+        environ = {name: str(value) for name, value in {**knobs, "TWO_LANES": 1}.items()}
+        with contextlib.nullcontext() if fits else pytest.raises(module.InputError, match="LOOP_"):
+            random_model(module, environ).logits(torch.tensor([[1, 2]]))
 
 
 def test_positive_and_negative_logits_have_their_own_caps(tmp_path, monkeypatch):
