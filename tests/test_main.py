@@ -71,7 +71,7 @@ def close_the_pipe() -> None:
     reader, writer = os.pipe()
     os.dup2(writer, 1)
     os.close(reader)
-    sys.stdout = open(1, "w", closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
     del os.environ["RANK"]
 
 
