@@ -156,10 +156,8 @@ def test_the_table(tmp_path, capsys):
     sides = write_sides(tmp_path)
     code, out = compare(capsys, *sides[:5])
     rows = [re.sub("  +", " ", line.strip()) for line in out.splitlines()]
-    assert (
-        code == 0
-        and "baseline-1 1 18 344.44 17,838 3.514100 1.757050 485 984,749 1,072,710" in rows
-    )
+    assert code == 0
+    assert "baseline-1 1 18 344.44 17,838 3.514100 1.757050 485 984,749 1,072,710" in rows
     assert "n = 4, mean 344.44 17,838 3.511150 1.755575 984,749 1,072,710" in rows
     assert "standard deviation 0.00 0 0.002585 0.001293 0 0" in rows
     ends = {len(line) for line in out.splitlines() if line.endswith(("1,072,710", "_bytes"))}
