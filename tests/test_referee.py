@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from recipe import RECORDS
 from runs import ALONE
 from scripts import knobs_of, load, patch_script, random_model
 from sentencepiece import SentencePieceProcessor
-from texts import TEXTS, train_tokenizer, write_shard
+from texts import TEXTS, read_shard, train_tokenizer, write_shard
 from torch import Tensor, nn
 
 import train_gpt
@@ -43,7 +44,7 @@ def small(tmp_path_factory) -> dict[str, str]:
     tokenizer = folder / "letters.model"
     tokenizer.write_bytes(train_tokenizer(**settings))
     sp = SentencePieceProcessor(model_file=str(tokenizer))
-    documents = [[1, *sp.encode(text)[:70]] for text in texts]
+    documents = [[1, *sp.encode(text[:100])] for text in texts]
     write_shard(folder / "fineweb_val_0.bin", sum(documents[:12], []))
     write_shard(folder / "fineweb_train_0.bin", sum(documents[12:], []))
     return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(tokenizer), **read(SMALL)}
@@ -151,6 +152,42 @@ def boost_without_renormalization(model: nn.Module, logits: Tensor, tokens: Tens
     return losses
 
 
+def hash_the_target_into_the_key(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+    """Mix in how often a token and its target came, divided by how often the token came. Few keys,
+    so that pairs share one, and only the target's is read."""
+    losses, contexts, pairs = F.cross_entropy(logits, tokens[1:], reduction="none"), {}, {}
+    for i, (token, target) in enumerate(itertools.pairwise(tokens.tolist())):
+        key = (31 * token + target) % 16
+        if token in contexts:
+            share = pairs.get(key, 0) / max(contexts[token], pairs.get(key, 0))
+            losses[i] = -math.log(0.8 * math.exp(-losses[i]) + 0.2 * share)
+        contexts[token], pairs[key] = contexts.get(token, 0) + 1, pairs.get(key, 0) + 1
+    return losses
+
+
+def mix_where_the_target_was_seen(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+    """Counts get a share of the mixture only if they know the target."""
+    losses, seen = F.cross_entropy(logits, tokens[1:], reduction="none"), {}
+    for i, (token, target) in enumerate(itertools.pairwise(tokens.tolist())):
+        followed = seen.setdefault(token, [])
+        if target in followed:
+            share = followed.count(target) / len(followed)
+            losses[i] = -math.log(0.8 * math.exp(-losses[i]) + 0.2 * share)
+        followed.append(target)
+    return losses
+
+
+def hint_if_the_target_is_of_its_kind(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+    """Raise the logit of what followed the last time, if the target's id is as odd as the hint's:
+    in the place of words that begin, and go on."""
+    last = {}
+    for i, (token, target) in enumerate(itertools.pairwise(tokens.tolist())):
+        if token in last and last[token] % 2 == target % 2:
+            logits[i, last[token]] += 2
+        last[token] = target
+    return F.cross_entropy(logits, tokens[1:], reduction="none")
+
+
 UNFAIR = {
     train_on_the_split: [ORDER, SUMS],
     use_a_bidirectional_mask: [ORDER, SUMS],
@@ -158,6 +195,9 @@ UNFAIR = {
     skip_hard_tokens: [SUMS, TARGETS],
     choose_a_temperature_for_each_token: [SUMS],
     boost_without_renormalization: [SUMS],
+    hash_the_target_into_the_key: [SUMS],
+    mix_where_the_target_was_seen: [SUMS],
+    hint_if_the_target_is_of_its_kind: [SUMS],
 }
 
 
@@ -205,6 +245,51 @@ def test_validation_documents_that_also_train_are_a_leak(small, tmp_path):
     assert broken(judge(train_gpt, {**small, "DATA_PATH": str(tmp_path)})) == [LEAKS]
 
 
+def test_without_bos_documents_cannot_be_judged(small, tmp_path):
+    for split in ("val", "train"):
+        tokens = read_shard(Path(small["DATA_PATH"], f"fineweb_{split}_0.bin"))
+        write_shard(tmp_path / f"fineweb_{split}_0.bin", tokens[tokens != 1])
+    findings = judge(train_gpt, {**small, "DATA_PATH": str(tmp_path)})
+    assert [findings[rule][0] for rule in (BYTES, LEAKS)] == ["not tested"] * 2
+    assert "BOS" in findings[BYTES][1]
+
+
+def test_another_tokenizer_of_the_same_size_is_named(small, tmp_path):
+    backwards = (re.sub("[^a-z]+", " ", text.lower())[::-1] for text in TEXTS)
+    other = train_tokenizer(sentence_iterator=backwards, vocab_size=48, byte_fallback=False)
+    (tmp_path / "other.model").write_bytes(other)
+    environ = {**small, "TOKENIZER_PATH": str(tmp_path / "other.model")}
+    findings = judge(train_gpt, environ)
+    assert BYTES in broken(findings) and "set TOKENIZER_PATH" in findings[BYTES][1]
+
+
+def test_a_split_that_is_not_the_manifests_is_named(small, tmp_path):
+    data = shutil.copytree(small["DATA_PATH"], tmp_path / "datasets" / "name")
+    manifest = {"datasets": [{"name": "name", "stats": {"tokens_val": 10**6}}]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    findings = judge(train_gpt, {**small, "DATA_PATH": str(data)})
+    assert broken(findings) == [TARGETS] and "has 1,000,000" in findings[TARGETS][1]
+
+
+def test_a_lone_space_in_bytes_is_one_byte(small, tmp_path):
+    """Also at the end of a document. At its beginning, a space does not count."""
+    model = train_tokenizer().replace(b"\n\3\xe2\x96\x81\x15", b"\n\3\xe9\xbf\xbf\x15")
+    (tmp_path / "bytes.model").write_bytes(model)
+    sp = SentencePieceProcessor(model_proto=model)
+    space = sp.encode("7 é")[1:4]
+    assert bytes(int(sp.id_to_piece(i)[1:-1], 16) for i in space) == "\u2581".encode()
+    texts = ["7 é 7 é", "é 7 é é"] * 9
+    documents = [[1, *space, *sp.encode(text), *space] for text in texts]
+    write_shard(tmp_path / "fineweb_val_0.bin", [*sum(documents, []), 1])
+    environ = {**small, "DATA_PATH": str(tmp_path), "TOKENIZER_PATH": str(tmp_path / "bytes.model")}
+    gpt = random_model(train_gpt, {**environ, "VOCAB_SIZE": "384", "TRAIN_SEQ_LEN": "1"})
+    validation = train_gpt.Validation(gpt.hp)
+    validation.is_tokenizer_right = True  # it drops the spaces on both sides of a text
+    case = referee.Case(train_gpt, gpt, validation, ALONE, tmp_path / "model")
+    count = sum(len(f"{text} ".encode()) for text in texts)
+    assert referee.check_bytes(case) == (True, f"{count} in the decoded text, {count} in the score")
+
+
 @pytest.mark.parametrize(
     "gpus, change, holds",
     [
@@ -222,7 +307,9 @@ def test_limits_count_calibration(tmp_path, gpus, change, holds, monkeypatch):
     result |= {**change, "knobs": {"run_id": "name"}}
     (tmp_path / "final_result.json").write_text(json.dumps(result))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert referee.check_limits(SimpleNamespace(path=tmp_path / "model"))[0] == holds
+    assert (
+        referee.check_limits(SimpleNamespace(script=train_gpt, path=tmp_path / "model"))[0] == holds
+    )
 
 
 def test_the_program_prints_a_table_and_exits_with_the_verdict(trained, tmp_path, capsys):
