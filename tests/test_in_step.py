@@ -20,10 +20,10 @@ pytestmark = pytest.mark.baseline
 
 
 def names(tree: ast.AST) -> set[str]:
-    """All names that this code defines or uses."""
-    kinds = {"id", "attr", "arg", "name"}
+    """All names that this code defines or uses, also as keys of dictionaries."""
+    kinds = {"id", "attr", "arg", "name", "value"}
     values = (getattr(node, kind, None) for node in ast.walk(tree) for kind in kinds)
-    return {value for value in values if isinstance(value, str)}
+    return {value for value in values if isinstance(value, str) and value.isidentifier()}
 
 
 def functions(tree: ast.AST, prefix: str = "") -> dict[str, ast.AST]:

@@ -1634,9 +1634,10 @@ def quantization_levels(name: str, weight: Tensor, hp: Hyperparameters) -> int:
     return hp.matrix_levels if is_matrix else hp.embed_levels
 
 
-def quantize_tensor(name: str, weight: Tensor, hp: Hyperparameters) -> tuple[Tensor, Tensor]:
+def quantize_tensor(
+    name: str, weight: Tensor, levels: int, hp: Hyperparameters
+) -> tuple[Tensor, Tensor]:
     """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
-    levels = quantization_levels(name, weight, hp)
     tiny = torch.finfo(torch.half).tiny
     kind = "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
     k = getattr(hp, f"sd_clip_{kind}")
@@ -1668,7 +1669,8 @@ def quantize_state_dict_int8(
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            obj["quantized"][name], obj["scales"][name] = quantize_tensor(name, tensor, hp)
+            levels = quantization_levels(name, tensor, hp)
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(name, tensor, levels, hp)
             obj["dtypes"][name] = dtype
             if tensor.ndim == 2:
                 obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
