@@ -219,7 +219,10 @@ def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, scor
 
 @pytest.mark.parametrize(
     "lacking, advice",
-    [({"ema_decay": 0.5, "own": 1}, "the script of the run")],
+    [
+        ({"ema_decay": 0.5}, "tests/records/train_record.py"),
+        ({"ema_decay": 0.5, "own": 1}, "the script of the run"),
+    ],
 )
 def test_a_knob_that_the_script_lacks_is_a_warning(trained, tmp_path, score_knobs, lacking, advice):
     """The run had another script: the score may be another."""

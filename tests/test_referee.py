@@ -14,12 +14,12 @@ import pytest
 import referee
 import torch
 import torch.nn.functional as F
-from recipe import RECORDS
 from runs import ALONE
-from scripts import knobs_of, load, patch_script, random_model
+from scripts import random_model
 from sentencepiece import SentencePieceProcessor
 from texts import TEXTS, read_shard, train_tokenizer, write_shard
 from torch import Tensor, nn
+from trained import RECORD, load_script
 
 import train_gpt
 
@@ -30,9 +30,11 @@ SMALL = (
     f"VOCAB_SIZE=48 TRAIN_SEQ_LEN={T} BATCH_SLOTS=1 TRAIN_BATCH_TOKENS=64 VAL_BATCH_SIZE=128 "
     "NUM_LAYERS=2 MODEL_DIM=32 NUM_HEADS=4 NUM_KV_HEADS=2 DEVICE=cpu DTYPE=fp32 COMPILE=0"
 )
-CHUNKS = "TTT_LR=0.05 TTT_CHUNK_TOKENS=64"
 LORA = "LORA_RANK=4 LORA_CHUNK=16 LORA_DOCUMENTS=2 LORA_LR=0.01"
 PHASES = f"{LORA} LORA_PHASES=2 LORA_PHASE_DOCUMENTS=2 LORA_PHASE_LR=0.1"
+LANES = "PARALLEL_LAYERS=1 LOOP_LAYERS=1 LOOP_FIRST=0"
+RECORD2135 = f"PRESET=record2135 {LANES} {PHASES} LORA_CONTEXT={T} TILT_TOKENS=2"
+train_record = load_script(RECORD)
 
 
 @pytest.fixture(scope="module")
@@ -69,40 +71,34 @@ def broken(findings: dict[str, tuple[str, str]]) -> list[str]:
 
 
 FAIR = {
-    "base": ([], ""),
-    "strides": ([], "EVAL_STRIDE=5"),
-    "documents": (["document_mask"], "WHOLE_DOCUMENTS=0"),
-    "whole_documents": (["document_mask"], ""),
-    "smear": (["smear_gate"], ""),
-    "smear_inputs": (["smear_gate"], "SMEAR_CHANNELS=12"),
-    "bigram": (["bigram_hash"], ""),
-    "chunks": (["score_first_ttt"], CHUNKS),
-    "lora": (["lora_ttt"], LORA),
-    "lora_keep_and_phases": (["lora_ttt"], f"{PHASES} LORA_KEEP=1"),
-    "record": (RECORDS["record"], "EVAL_STRIDE=8"),
-    "record1493": (RECORDS["record1493"], f"{CHUNKS} EVAL_STRIDE=8"),
-    "record1855": (RECORDS["record1855"], PHASES),
-    "record2014": (RECORDS["record2014"], PHASES),
-    "record2135": (RECORDS["record2135"], f"{PHASES} LORA_CONTEXT={T}"),
+    "base": "",
+    "strides": "EVAL_STRIDE=5",
+    "documents": "DOCUMENT_MASK=1",
+    "smear": "SMEAR_CHANNELS=12",
+    "hints": "TILT_BOOST=2 TILT_TOKENS=2 TILT_SHARE=0.5",
+    "lora": LORA,
+    "lora_keep_and_phases": f"{PHASES} LORA_KEEP=1",
+    "record1394": "PRESET=record1394 LOOP_LAYERS=1 LOOP_FIRST=0 EVAL_STRIDE=8",
+    "record1855": f"PRESET=record1855 {LANES} {PHASES}",
+    "record2014": f"PRESET=record2014 {LANES} {PHASES} CONTEXT_GROWTH=0.25:0.3,0.5:0.7",
+    "record2135": RECORD2135,
 }
-FAST = ("base", "strides", "chunks", "lora_keep_and_phases")
+FAST = ("base", "strides", "hints", "lora_keep_and_phases")
 SLOW = {name: () if name in FAST else pytest.mark.recipes for name in FAIR}
 
 
 @pytest.mark.parametrize(
-    "names, knobs", [pytest.param(*FAIR[name], id=name, marks=SLOW[name]) for name in FAIR]
+    "knobs", [pytest.param(FAIR[name], id=name, marks=SLOW[name]) for name in FAIR]
 )
-def test_a_fair_score_passes(tmp_path, small, names, knobs, monkeypatch):
-    script = load(patch_script(tmp_path, names), monkeypatch) if names else train_gpt
-    assert broken(judge(script, {**knobs_of(small, names), **read(knobs)})) == []
+def test_a_fair_score_passes(small, knobs):
+    script = train_record if knobs else train_gpt
+    assert broken(judge(script, {**small, **read(knobs)})) == []
 
 
 @pytest.mark.recipes
-def test_hints_in_stream_order_are_a_circle(tmp_path, small, monkeypatch):
+def test_hints_in_stream_order_are_a_circle(small):
     """With phases, no decoder could follow them: the published order."""
-    script = load(patch_script(tmp_path, RECORDS["record2135"]), monkeypatch)
-    knobs = read(f"{PHASES} LORA_CONTEXT={T} LORA_KEEP=1 TILT_ORDER=stream TILT_TOKENS=2")
-    findings = judge(script, {**knobs_of(small, RECORDS["record2135"]), **knobs})
+    findings = judge(train_record, {**small, **read(f"{RECORD2135} TILT_ORDER=stream")})
     assert broken(findings) == [ORDER] and "in a circle" in findings[ORDER][1]
 
 
@@ -215,19 +211,29 @@ def test_an_unfair_edit_breaks_its_rule(small, edit, monkeypatch):
         assert first == last and len(others) == 2
 
 
-@pytest.mark.parametrize("name, knobs", [("score_first_ttt", CHUNKS), ("lora_ttt", PHASES)])
+EARLY = {
+    "documents": {"places[: n * first]": "places[: n * end]"},
+    "chunk": {
+        "        scored.append(losses.detach())\n        if end >= longest:\n            break": "",
+        "        optimizer.zero_grad()\n    return torch.cat(scored": """\
+        optimizer.zero_grad()
+        losses = model(inputs, targets, "none", hint_ids)[:, start - first : end - first]
+        scored.append(losses.detach())
+    return torch.cat(scored""",
+    },
+}
+
+
+@pytest.mark.parametrize("trained_on", EARLY)
 def test_training_on_a_chunk_or_documents_before_scoring_breaks_the_order(
-    tmp_path, small, name, knobs, monkeypatch
+    tmp_path, small, trained_on
 ):
-    path = patch_script(tmp_path, [name])
-    text = path.read_text()
-    edited = text.replace("documents[: n * first]", "documents[: n * end]")
-    for lines in re.findall(r" +scored = evaluate.*\n +losses\[start.*\n", text):
-        end = "            optimizer.zero_grad(set_to_none=True)\n    return losses"
-        edited = text.replace(lines, "").replace("i == len(starts) - 1", "False")
-        edited = edited.replace(end, end.replace("    return", f"{lines}    return"))
-    path.write_text(edited)
-    assert ORDER in broken(judge(load(path, monkeypatch), {**small, **read(knobs)}))
+    text, path = RECORD.read_text(), tmp_path / "edited.py"
+    for old, new in EARLY[trained_on].items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path.write_text(text)
+    assert ORDER in broken(judge(load_script(path), {**small, **read(PHASES)}))
 
 
 def test_too_many_bytes_and_a_mean_of_easy_tokens_are_named(small, monkeypatch):
