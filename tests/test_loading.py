@@ -218,26 +218,22 @@ def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, scor
 
 
 @pytest.mark.parametrize(
-    "lacking, advice",
+    "lacking, facts, words",
     [
-        ({"ema_decay": 0.5}, "tests/records/train_record.py"),
-        ({"ema_decay": 0.5, "own": 1}, "the script of the run"),
+        (
+            {"ema_decay": 0.5},
+            {},
+            "lacks EMA_DECAY=0.5: use tests/records/train_record.py (--script)",
+        ),
+        ({"own": True}, {}, "lacks OWN=1: use the script of the run (--script)"),
+        ({}, {"bytes_code": 7}, "differs: use the script of the run (--script)"),
     ],
 )
-def test_a_knob_that_the_script_lacks_is_a_warning(trained, tmp_path, score_knobs, lacking, advice):
-    """The run had another script: the score may be another."""
-    copy_result(trained[0], tmp_path, lacking)
+def test_another_script_is_a_warning(trained, tmp_path, score_knobs, lacking, facts, words):
+    copy_result(trained[0], tmp_path, lacking, **facts)
     lines = score_file(tmp_path, score_knobs, Path(shutil.copy(trained[0] / ARTIFACT, tmp_path)))
     (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert " EMA_DECAY=0.5" in warning and f": use {advice} (--script)" in warning
-
-
-def test_a_script_of_another_size_is_a_warning(trained, tmp_path, score_knobs):
-    """Not all edits have knobs."""
-    copy_result(trained[0], tmp_path, bytes_code=7)
-    lines = score_file(tmp_path, score_knobs, Path(shutil.copy(trained[0] / ARTIFACT, tmp_path)))
-    (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert "that of the run had 7: use the script of the run" in warning
+    assert words in warning
 
 
 def test_a_split_that_is_not_the_manifests_is_a_warning(trained, tmp_path, score_knobs):
@@ -247,20 +243,19 @@ def test_a_split_that_is_not_the_manifests_is_a_warning(trained, tmp_path, score
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     lines = score_file(tmp_path, {**score_knobs, "DATA_PATH": str(data)}, trained[0] / ARTIFACT)
     (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert "has 1,500 tokens" in warning and "manifest.json has 1,501" in warning
+    assert "has 1,500 of 1,501 tokens in " in warning and "manifest.json" in warning
 
 
-def test_a_file_with_the_result_of_another_run_is_refused(trained, tmp_path, score_knobs):
+@pytest.mark.parametrize("name", [ARTIFACT, MODEL])
+def test_a_file_with_the_result_of_another_run_is_refused(trained, tmp_path, score_knobs, name):
     """Its knobs may be wrong, but fit: another ROPE_BASE is another score."""
-    names = (ARTIFACT, MODEL)
-    checksums = {name: zlib.crc32((trained[0] / name).read_bytes()) for name in names}
-    for name, score_of in ((ARTIFACT, "final_int8_zlib_roundtrip"), (MODEL, "score")):
-        copied = Path(shutil.copy(trained[0] / name, tmp_path))
-        copy_result(trained[0], tmp_path, crc32=checksums)
-        assert f"{score_of}_exact " in score_file(tmp_path, score_knobs, copied)[-1]
-        copy_result(trained[0], tmp_path, crc32={**checksums, name: 0})
-        result = run_here(tmp_path, score_knobs, score, [str(copied)])
-        failed(result, f"{name} is damaged, or not of the run of ", 'remove "crc32" from')
+    path = Path(shutil.copy(trained[0] / name, tmp_path))
+    checksums = {ARTIFACT: 1, MODEL: 2, name: zlib.crc32(path.read_bytes())}
+    copy_result(trained[0], tmp_path, crc32=checksums)
+    score_file(tmp_path, score_knobs, path)
+    copy_result(trained[0], tmp_path, crc32={**checksums, name: 3})
+    result = run_here(tmp_path, score_knobs, score, [str(path)])
+    failed(result, f"{name} is damaged, or not of the run of ", 'remove "crc32" from')
 
 
 def test_what_cannot_be_scored_is_one_error(trained, tmp_path, score_knobs, quantized_knobs):

@@ -36,16 +36,14 @@ def write_losses(script: ModuleType, losses: Tensor, path: Path, runtime: Any) -
     """Write the losses of all ranks, fp32, as NumPy's .npy. Returns whether that succeeded."""
     if dist.is_initialized():
         dist.all_reduce(losses)
-    if runtime.rank > 0:
-        return True
     file = io.BytesIO()
     np.save(file, losses.cpu().numpy())
-    return script.write_file(path, file.getvalue(), runtime.log)
+    return runtime.rank > 0 or script.write_file(path, file.getvalue(), runtime.log)
 
 
 def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
-    gpt, runtime = open_model(script, path)
+    gpt, runtime = open_model(script, path, {})
     validation = open_split(script, gpt, runtime)
     is_artifact = runtime.rank == 0 and path.read_bytes()[:2] != b"PK"  # as torch.save begins
     runtime.log(f"score:{path}")

@@ -41,11 +41,9 @@ def existing_file(name: str) -> Path:
 
 
 def model_parser(doc: str | None) -> ArgumentParser:
-    """Return the command line of a tool that opens a trained model. doc: of the tool; Python's
-    option -OO removes it."""
+    """Return the command line of a tool that opens a model. doc: its docstring; None with -OO."""
     parser = ArgumentParser(description=(doc or "").partition("\n\n")[0])
-    model_help = "artifact, final_model.pt or checkpoint"
-    parser.add_argument("model", type=existing_file, help=model_help)
+    parser.add_argument("model", type=existing_file, help="artifact, final_model.pt or checkpoint")
     script_help = "trained the model (default: train_gpt.py)"
     parser.add_argument("--script", type=existing_file, default=SCRIPT, help=script_help)
     return parser
@@ -75,8 +73,7 @@ def saved_facts(path: Path) -> dict[str, Any]:
     """Facts of the run that wrote this file: a checkpoint contains its knobs; other files need the
     final_result.json in the same folder. {} if there is none."""
     with contextlib.suppress(Exception):  # of any type: an artifact, or a damaged file
-        # With mmap, the tensors stay on the disk.
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads little
         return {"knobs": dict(saved["knobs"])}
     result = path.with_name("final_result.json")
     try:
@@ -90,8 +87,7 @@ def saved_facts(path: Path) -> dict[str, Any]:
             'from one run. If you made it from that run\'s weights, remove "crc32" from the result'
         )
     if "knobs" not in facts:
-        advice = f"copy the run's {result.name} there"
-        print(f"{path} and {result} have no knobs: {advice}", file=sys.stderr)
+        print(f"{path} and {result} have no knobs: copy the run's result there", file=sys.stderr)
     return facts
 
 
@@ -112,35 +108,32 @@ def decode(tokenizer: SentencePieceProcessor, ids: list[int]) -> str:
     return caseops.decode(text) if caseops.is_caseops(tokenizer) else text
 
 
-def open_model(
-    script: ModuleType, path: Path, defaults: Mapping[str, str] | None = None
-) -> tuple[Any, Any]:
+def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> tuple[Any, Any]:
     """Load a model of this script, with the knobs of the environment, else of its run. Returns it
     and a runtime, whose log has the warnings. defaults: of knobs, in place of those of the run."""
     facts = saved_facts(path)
     saved = facts.get("knobs", {}).items()
     knobs = {name.upper(): as_text(value) for name, value in saved if name not in OWN}
     environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
-    hp = script.Hyperparameters.from_env({**knobs, **(defaults or {}), **environ})
+    hp = script.Hyperparameters.from_env({**knobs, **defaults, **environ})
     runtime = script.open_runtime(hp)
     script.compare_ranks(hp, runtime)
     gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
     script.load_weights(gpt, runtime.from_rank_0(path.read_bytes), str(path))
-    name, size, before = "the script of the run", len(runtime.source), facts.get("bytes_code")
-    problem = f"has {size} bytes, that of the run had {before}"
-    if unknown := unknown_knobs(script, knobs):
-        problem = f"lacks the run's knobs {' '.join(f'{k}={v}' for k, v in unknown.items())}"
-        if RECORD.is_file() and not unknown_knobs(load_script(RECORD), unknown):
-            name = "tests/records/train_record.py"
-    if unknown or before not in (None, size):
+    unknown, size = unknown_knobs(script, knobs), len(runtime.source)
+    if unknown or size != facts.get("bytes_code", size):
+        is_record = unknown and not unknown_knobs(load_script(RECORD), unknown)
+        name = "tests/records/train_record.py" if is_record else "the script of the run"
+        lacks = (
+            f"lacks {' '.join(f'{k}={v}' for k, v in unknown.items())}" if unknown else "differs"
+        )
         advice = f"use {name} (--script), or the score may be another"
-        runtime.log(f"WARNING: the script {problem}: {advice}")
+        runtime.log(f"WARNING: the script is not that of the run: it {lacks}: {advice}")
     return gpt, runtime
 
 
 def compare_with_manifest(hp: Any) -> str:
-    """Compare the number of validation tokens with the dataset's manifest, if it has one. Returns
-    what is wrong, or ""."""
+    """Compare the size of the validation split with the manifest, if any. Returns the problem."""
     folder = Path(os.path.abspath(hp.data_path))
     manifest = folder.parent.parent / files.MANIFEST
     try:
@@ -150,5 +143,5 @@ def compare_with_manifest(hp: Any) -> str:
     entry = datasets.get(folder.name, {})
     found = sum(files.count_tokens(Path(path)) for path in glob.glob(hp.files("val")))
     wanted = {**entry, **entry.get("stats", {})}.get("tokens_val", found)
-    advice = f"{manifest} has {wanted:,}: get the validation shards again"
-    return f"the validation split has {found:,} tokens, {advice}" if found != wanted else ""
+    problem = f"the validation split has {found:,} of {wanted:,} tokens in {manifest}"
+    return "" if found == wanted else f"{problem}: get its shards again"
