@@ -8,7 +8,7 @@
 Knobs are environment variables. The last line of the log is the score of the compressed model.
 
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
-Training has the accumulation and the loop; Runtime, Files, State and main are machinery.
+Training has the accumulation and the loop; the other sections are machinery.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
@@ -1041,11 +1041,6 @@ def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def write_result(hp: Hyperparameters, facts: dict[str, Any], log: Log) -> bool:
-    data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
-    return write_file(Path(hp.output_dir, RESULT), data, log)
-
-
 def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes, str]:
     """Quantize and compress the weights. Returns the artifact, and the log's lines about sizes."""
     state_dict = gpt.state_dict()
@@ -1094,9 +1089,7 @@ class TrainingState:
     stopwatch: Stopwatch
     step: int = 0
     train_loss: float = 0.0  # of the last logged step, the mean of all ranks
-    val_loss: float = 0.0  # of the last validation
     signum: int = 0  # of the first signal that this rank got; 0: none
-    files: dict[Path, bool] = field(default_factory=dict)  # final files; True: written
 
     def state_dict(self) -> dict[str, Any]:
         """Copy to the CPU everything that a resumed run needs and that warm_up restores."""
@@ -1249,14 +1242,15 @@ def warm_up(state: TrainingState) -> None:
     state.load_state_dict(start)
 
 
-def validate(state: TrainingState, validation: Validation) -> None:
-    """Pause the clock and log the validation loss."""
+def validate(state: TrainingState, validation: Validation) -> float:
+    """Pause the clock, log the validation loss and return it."""
     hp = state.hp
     state.stopwatch.pause()
     losses = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
-    state.val_loss = mean_loss(losses, state.runtime)
-    score, times = validation.format(state.val_loss), state.stopwatch.report(state.step)
+    loss = mean_loss(losses, state.runtime)
+    score, times = validation.format(loss), state.stopwatch.report(state.step)
     state.runtime.log(f"step:{state.step}/{hp.iterations} {score} {times}")
+    return loss
 
 
 def set_signal_action(action: Any) -> None:
@@ -1306,6 +1300,7 @@ def train(state: TrainingState, validation: Validation) -> int:
             save_checkpoint(state)
 
 
+# ---- End of a run ----------------
 def stop(state: TrainingState, signum: int) -> int:
     """Save a checkpoint after a signal. Returns the exit code."""
     command = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
@@ -1326,29 +1321,6 @@ def log_warnings(validation: Validation, runtime: Runtime) -> None:
         runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
 
 
-def finish(state: TrainingState) -> tuple[bytes, str]:
-    """Write knobs, weights and artifact. Returns, on rank 0, the artifact and its report."""
-    hp, log = state.hp, state.runtime.log
-    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
-        save_checkpoint(state)
-    artifact, report = b"", ""
-    if state.runtime.rank == 0:
-        paths = [Path(hp.output_dir, name) for name in (WEIGHTS, ARTIFACT, RESULT)]
-        for path in paths if any(map(Path.is_file, paths)) else ():  # keep an older run's, as a set
-            kept = path.with_name("previous") / path.name
-            with contextlib.suppress(OSError):
-                os.renames(path, kept) if path.is_file() else kept.unlink()
-        write_result(hp, {}, log)
-        state.files[paths[0]] = write_file(paths[0], serialize(state.gpt.state_dict()), log)
-        artifact, report = export(state.gpt, hp, state.runtime)
-        state.files[paths[1]] = write_file(paths[1], artifact, log)
-    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
-    if state.signum:
-        log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
-        signal.raise_signal(state.signum)
-    return artifact, report
-
-
 def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
     """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
     log_warnings(validation, runtime)
@@ -1357,35 +1329,73 @@ def log_score(name: str, loss: float, ms: float, validation: Validation, runtime
     runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
 
 
-def log_end(state: TrainingState, validation: Validation, artifact: bytes, report: str) -> int:
-    """Log the end of the training, then score the artifact. Returns the exit code."""
-    hp, runtime, train_ms = state.hp, state.runtime, state.stopwatch.elapsed_ms()
+def write_result(hp: Hyperparameters, facts: dict[str, Any], log: Log) -> bool:
+    data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
+    return write_file(Path(hp.output_dir, RESULT), data, log)
+
+
+def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, bool]]:
+    """Write knobs, weights and artifact. Returns the artifact, its report, and for each file that
+    is listed in the end whether it was written."""
+    hp, log, files = state.hp, state.runtime.log, {}
+    paths = [Path(hp.output_dir, name) for name in (WEIGHTS, ARTIFACT, RESULT)]
+    for path in paths if any(map(Path.is_file, paths)) else ():  # keep an older run's, as a set
+        kept = path.with_name("previous") / path.name
+        with contextlib.suppress(OSError):
+            os.renames(path, kept) if path.is_file() else kept.unlink()
+    write_result(hp, {}, log)
+    files[WEIGHTS] = write_file(paths[0], serialize(state.gpt.state_dict()), log)
+    artifact, report = export(state.gpt, hp, state.runtime)
+    files[ARTIFACT] = write_file(paths[1], artifact, log)
+    return artifact, report, files
+
+
+def log_end(state: TrainingState) -> None:
+    """Log why the training ended, whether the replicas are identical, and the memory."""
+    hp, runtime = state.hp, state.runtime
     if state.step < hp.iterations:
-        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
+        end = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms step:{state.step}/{hp.iterations}"
         runtime.log(f"stopping_early: wallclock_cap {end}")
-    if len(set(runtime.gather(zipfile.crc32(serialize(state.gpt.state_dict()))))) > 1:
+    checksums = runtime.gather(zipfile.crc32(serialize(state.gpt.state_dict())))
+    if any(checksum != checksums[0] for checksum in checksums):
         runtime.log("WARNING: replicas: the ranks have different weights")
     elif runtime.world_size > 1:
         runtime.log("replicas:identical")
     if runtime.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
+
+
+def finish(state: TrainingState, validation: Validation) -> int:
+    """Write the model, then validate it and score its artifact. Returns the exit code."""
+    hp, runtime = state.hp, state.runtime
+    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
+        save_checkpoint(state)
+    artifact, report, files = runtime.from_rank_0(lambda: write_model(state))
+    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
+    if state.signum:
+        runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
+        signal.raise_signal(state.signum)
+    pre_quant_loss = validate(state, validation)
+    log_end(state)
     runtime.log(report)
-    data = runtime.from_rank_0(lambda: artifact)
-    load_weights(state.gpt, data, "the exported artifact")
+    load_weights(state.gpt, artifact, "the exported artifact")
     started = time.perf_counter()
     loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
-    bpb, pre_quant_bpb = map(validation.bits_per_byte, (loss, state.val_loss))
-    facts = {"val_loss": loss, "val_bpb": bpb, "pre_quant_val_loss": state.val_loss}
-    facts |= {"pre_quant_val_bpb": pre_quant_bpb, "eval_ms": eval_ms}
-    facts |= {"steps": state.step, "train_ms": train_ms}
-    facts |= {"bytes_total": len(data) + len(runtime.source), "bytes_code": len(runtime.source)}
-    if runtime.rank == 0:
-        state.files[Path(hp.output_dir, RESULT)] = write_result(hp, facts, runtime.log)
-    runtime.log(f"files: {shlex.join(str(path) for path, ok in state.files.items() if ok)}")
+    code = len(runtime.source)
+    facts = {
+        "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
+        "pre_quant_val_loss": pre_quant_loss,
+        "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
+        "steps": state.step, "train_ms": state.stopwatch.elapsed_ms(),
+        "bytes_total": len(artifact) + code, "bytes_code": code,
+    }  # fmt: skip
+    files[RESULT] = runtime.from_rank_0(lambda: write_result(hp, facts, runtime.log))
+    written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
+    runtime.log(f"files: {shlex.join(written)}")
     log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
-    return int(not all(state.files.values()) or not math.isfinite(loss))
+    return int(not all(files.values()) or not math.isfinite(loss))
 
 
 # ---- main ------------------------
@@ -1446,9 +1456,7 @@ def run() -> int:
     signum = train(state, validation)
     if signum > 0:
         return stop(state, signum)
-    artifact, report = finish(state)
-    validate(state, validation)
-    return log_end(state, validation, artifact, report)
+    return finish(state, validation)
 
 
 def leave(job: Callable[[], int]) -> NoReturn:
