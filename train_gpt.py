@@ -1450,8 +1450,7 @@ def run() -> int:
     validation = Validation(hp)
     log_settings(state.gpt, validation, runtime)
     load_checkpoint(state)
-    if runtime.rank == 0:
-        runtime.log.open(hp, runtime.source)
+    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
     warm_up(state)
     signum = train(state, validation)
     if signum > 0:
