@@ -99,7 +99,7 @@ class Hyperparameters:
     warmdown_frac: float = 0.0  # of the run; replaces WARMDOWN_ITERS
     warmup_steps: int = 20  # compile with these steps, then restore the initial state
     train_batch_tokens: int = 524_288  # tokens per optimizer step
-    batch_slots: int = 8  # micro-batches per step: 1, 2, 4 or 8 ranks take the same step
+    batch_slots: int = 8  # micro-batches per optimizer step, over all ranks
     train_seq_len: int = 1024  # T
     max_wallclock_seconds: float = 600.0  # of training; 0: no cap
     # model
@@ -128,9 +128,9 @@ class Hyperparameters:
     beta2: float = 0.95  # Adam
     adam_eps: float = 1e-8  # Adam
     grad_clip_norm: float = 0.0  # global norm; 0: no clipping
-    # export
-    control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # Adam, fp32
-    int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # if small
+    # parts of names: of parameters that Adam trains in fp32; of small ones that are saved in fp32
+    control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
+    int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
 
     def files(self, split: str) -> str:
         """Glob pattern of the "train" or "val" shards."""
@@ -185,14 +185,15 @@ def parse_knob(name: str, kind: type, text: str) -> Any:
     """Convert the text of an environment variable to a value of this type."""
     if kind == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
+    wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: "a text"}[kind]
+    problem = InputError(f"{name.upper()}={text!r} must be {wanted}")
     try:
         value = {"0": False, "1": True}[text] if kind is bool else kind(text)
-        if kind is float and not math.isfinite(value):
-            raise ValueError
-        return value
     except (KeyError, ValueError):
-        wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number"}[kind]
-        raise InputError(f"{name.upper()}={text!r} must be {wanted}") from None
+        raise problem from None
+    if kind is float and not math.isfinite(value):
+        raise problem
+    return value
 
 
 def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
@@ -227,6 +228,7 @@ def rotary_tables(seq_len: int, head_dim: int, base: float) -> Tensor:
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[j], x[j + h/2]) of x (B, T, heads, h) by cos and sin (T, 1, h/2)."""
+    # Clockwise, as in the baseline, so that its weights fit.
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
@@ -234,7 +236,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
     """The attention kernels that PyTorch may use, best first."""
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    # cuDNN should be fastest on Hopper (not measured); on Blackwell and other lengths it is wrong.
+    # cuDNN should be fastest on Hopper (not measured). It gives wrong numbers on Blackwell, and for
+    # lengths not divisible by 128.
     is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
     if is_hopper and seq_len % 128 == 0:
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)
@@ -332,6 +335,9 @@ class GPT(nn.Module):
         tables = rotary_tables(hp.train_seq_len, D // hp.num_heads, hp.rope_base)
         self.register_buffer("rotary", tables, persistent=False)
         self.init_weights()
+        patterns = hp.control_tensor_name_patterns
+        if dtype == torch.bfloat16 and not is_control_tensor("tok_emb.weight", patterns):
+            self.tok_emb.bfloat16()
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -347,8 +353,6 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             if param.ndim >= 2 and not is_control_tensor(name, patterns):
                 param.copy_(param.bfloat16())
-        if self.dtype == torch.bfloat16 and not is_control_tensor("tok_emb.weight", patterns):
-            self.tok_emb.bfloat16()
 
     def forward(self, input_ids: Tensor, target_ids: Tensor, reduction: str = "mean") -> Tensor:
         """Mean cross-entropy in nats (fp32) of target_ids (B, T), or with "none" that of each."""
@@ -395,7 +399,8 @@ def wrap(gpt: GPT, compiled: bool) -> nn.Module:
 # ---- Optimizers ------------------
 # Optimizer group of each parameter outside the blocks, by name prefix.
 OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not from a checkpoint
+# A resumed run takes these from its own knobs, not from the checkpoint.
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")
 
 
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
@@ -434,7 +439,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             updates = self.nesterov(params, group["momentum"])
-            # Rank r fills in updates r, r + W, r + 2W, ... The others stay zero for the all-reduce.
+            # `combined` are views of `exchange`. Rank r fills in updates r, r + W, r + 2W, ... The
+            # others stay zero for the all-reduce.
             sizes = [p.numel() for p in params]
             exchange = updates[0].new_zeros(sum(sizes))
             combined = [u.view_as(p) for u, p in zip(exchange.split(sizes), params, strict=True)]
@@ -515,11 +521,10 @@ def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
 
 
 def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
-    """Learning-rate multiplier at this step (from 0) and training time: 1, then linear to 0
-    WARMDOWN_FRAC > 0      over that fraction of the run, in steps or time, whichever ends first
-    no wallclock cap       over the last WARMDOWN_ITERS steps
-    with a cap             over the time that WARMDOWN_ITERS steps take; ITERATIONS is ignored
-    """
+    """Learning-rate multiplier at this step (from 0) and training time: 1, then linear to 0. It
+    falls over WARMDOWN_FRAC of the run, in steps or time, whichever ends first. If that is 0, it
+    falls over the last WARMDOWN_ITERS steps, or, with a wallclock cap, over the time that they
+    take: ITERATIONS is ignored then."""
     if hp.warmdown_frac > 0:
         return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)
     if hp.warmdown_iters <= 0:
@@ -557,7 +562,7 @@ def load_data_shard(path: str | Path) -> Tensor:
     """The tokens of a shard, uint16 (n,), memory-mapped. Raises InputError naming the file."""
     size = os.path.getsize(path)
     header = np.fromfile(path, "<i4", 3).tolist()
-    if header != [20240520, 1, (size - SHARD_HEADER_BYTES) / 2]:
+    if header[:2] != [20240520, 1] or size != SHARD_HEADER_BYTES + 2 * header[-1]:
         raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
@@ -608,6 +613,7 @@ class DistributedTokenLoader:
         self, global_tokens: int, seq_len: int, grad_accum_steps: int
     ) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 (B, T), of one micro-step. global_tokens: of the whole step."""
+        # A rank's span has its inputs, and one token more: the last target.
         span = global_tokens // (self.world_size * grad_accum_steps) + 1
         tokens = self.stream.take(self.world_size * span)
         tokens = upload(tokens.view(-1, span)[self.rank], self.device).to(torch.int64)
@@ -680,17 +686,17 @@ class Runtime:
 
     def from_rank_0(self, job: Callable[[], Any]) -> Any:
         """Call job on rank 0 alone. Returns its result, or raises its user error, on all ranks."""
-        box: list[Any] = [None]
+        shared: list[Any] = [None]  # broadcast_object_list replaces the items of a list
         if self.rank == 0:
             try:
-                box = [job()]
+                shared = [job()]
             except (InputError, OSError) as error:
-                box = [error]
+                shared = [error]
         if dist.is_initialized():
-            dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], Exception):
-            raise box[0]
-        return box[0]
+            dist.broadcast_object_list(shared, src=0)
+        if isinstance(shared[0], Exception):
+            raise shared[0]
+        return shared[0]
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -724,7 +730,8 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
         # Waiting threads spin. If another program takes a core, one thread less is faster.
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if distributed:
-        # On one node, the store outlives a restart, with old addresses and an error flag of NCCL.
+        # A restart on one node gets the old store, with NCCL's error flag, and with addresses of
+        # ranks that have ended, which another prefix hides.
         store, _, _ = next(dist.rendezvous("env://"))
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -775,7 +782,7 @@ class Stopwatch:
         self.reset(self.elapsed_ms())
 
     def lap(self) -> None:
-        """Call after each step. Waits for the step before it: the device always has one queued."""
+        """Call after each step. Waits for the step before it: at most one step is queued."""
         previous = self.last_step
         self.last_step = self.device_module.Event()
         self.last_step.record()
@@ -804,7 +811,8 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     for i in range(size):
         if tokenizer.IsControl(i) or tokenizer.IsUnknown(i) or tokenizer.IsUnused(i):
             continue
-        piece = tokenizer.IdToPiece(i).translate({1: None, 2: None})  # marks of CaseOps: no bytes
+        # CaseOps's marks have no bytes: U+0001 for a capital, U+0002 for a word of capitals.
+        piece = tokenizer.IdToPiece(i).translate({1: None, 2: None})
         has_text[i] = True
         leading_space[i] = piece.startswith("\u2581")  # SentencePiece's mark for a space
         text = piece.removeprefix("\u2581").replace("\u2581", " ")  # pieces of several words
@@ -861,8 +869,8 @@ class Validation:
 def evaluate(
     model: nn.Module, tokens: Tensor, stride: int, hp: Hyperparameters, runtime: Runtime
 ) -> Tensor:
-    """Losses in nats of tokens[1:], fp32 (n,), in windows that begin `stride` apart: those that
-    this rank scores, zeros elsewhere. FineWeb's 62 million take 248 MB on each rank."""
+    """Losses in nats of tokens[1:], fp32 (n,), in windows that begin `stride` apart. Where another
+    rank scores, they are 0. FineWeb's 62 million take 248 MB on each rank."""
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
     starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
@@ -876,10 +884,11 @@ def evaluate(
         runtime.log.status(f"validation: window {i - my_first} of {my_end - my_first}")
         # The last batch is padded with its last window: a new shape would recompile the model.
         window_ids = torch.arange(i, i + batch_size).clamp(max=my_end - 1)
+        windows = torch.stack([tokens[start : start + T + 1] for start in starts[window_ids]])
+        windows = upload(windows, runtime.device).long()  # (B, T + 1)
+        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         places = starts[window_ids, None] + torch.arange(T)  # (B, T)
-        spans = [tokens[start + k : start + k + T] for k in (0, 1) for start in starts[window_ids]]
-        inputs, targets = upload(torch.stack(spans), runtime.device).long().view(2, -1, T)
-        places[places < first_new[window_ids, None]] = num_targets  # the spare
+        places = torch.where(places < first_new[window_ids, None], num_targets, places)
         losses[upload(places, runtime.device)] = model(inputs, targets, "none")
     model.train()
     return losses[:-1]
@@ -983,18 +992,21 @@ def clip_rows(rows: Tensor) -> Tensor:
     return rows.clamp(-clip, clip)
 
 
-def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
-    if weight.ndim == 2:
-        rows = clip_rows(weight.float())
-        scale = (rows.abs().amax(dim=1, keepdim=True) / INT8_LEVELS).clamp_min(INT8_SCALE_FLOOR)
-        stored_scale = scale[:, 0].half()
-    else:
-        rows = clip_rows(weight.float().reshape(1, -1))
-        scale = rows.abs().amax() / INT8_LEVELS
-        stored_scale = scale = torch.where(scale == 0, 1.0, scale)
+def quantize_matrix(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values, and a scale for each row, fp16."""
+    rows = clip_rows(weight.float())
+    scale = (rows.abs().amax(dim=1, keepdim=True) / INT8_LEVELS).clamp_min(INT8_SCALE_FLOOR)
     values = (rows / scale).round().clamp(-INT8_LEVELS, INT8_LEVELS)
-    return values.to(torch.int8).view(weight.shape), stored_scale
+    return values.to(torch.int8), scale[:, 0].half()
+
+
+def quantize_whole(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values of a tensor that is not a matrix, and one scale, fp32."""
+    row = clip_rows(weight.float().reshape(1, -1))
+    scale = row.abs().amax() / INT8_LEVELS
+    scale = torch.where(scale == 0, 1.0, scale)
+    values = (row / scale).round().clamp(-INT8_LEVELS, INT8_LEVELS)
+    return values.to(torch.int8).view(weight.shape), scale
 
 
 def quantize_state_dict_int8(
@@ -1008,7 +1020,8 @@ def quantize_state_dict_int8(
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            obj["quantized"][name], obj["scales"][name] = quantize_tensor(tensor)
+            quantize = quantize_matrix if tensor.ndim == 2 else quantize_whole
+            obj["quantized"][name], obj["scales"][name] = quantize(tensor)
             obj["dtypes"][name] = dtype
             if tensor.ndim == 2:
                 obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
@@ -1023,7 +1036,7 @@ def quantize_state_dict_int8(
     return obj, {
         "param_count": sum(tensor.numel() for tensor in state_dict.values()),
         "num_tensors": len(state_dict),
-        "num_float_tensors": len(obj["quantized"]),
+        "num_float_tensors": len(obj["quantized"]),  # the baseline's name
         "num_nonfloat_tensors": sum(not t.is_floating_point() for t in state_dict.values()),
         "baseline_tensor_bytes": sum(tensor.nbytes for tensor in state_dict.values()),
         "int8_payload_bytes": sum(t.nbytes for part in stored for t in obj[part].values()),
@@ -1064,13 +1077,16 @@ def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes
 
 
 # ---- State -----------------------
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], cast: bool) -> None:
-    """Restore a saved state_dict, except OPTIMIZER_KNOBS. cast: not with its dtypes."""
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
+    """Restore a saved state_dict, except OPTIMIZER_KNOBS. torch casts it to the parameters' dtypes;
+    keep_dtypes undoes that."""
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
     groups = [old | {key: new[key] for key in OPTIMIZER_KNOBS if key in new} for new, old in pairs]
     optimizer.load_state_dict({**saved, "param_groups": groups})
+    if not keep_dtypes:
+        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for i, values in ({} if cast else saved["state"]).items():  # undo torch's cast
+    for i, values in saved["state"].items():
         state = optimizer.state[params[i]]
         state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
@@ -1091,8 +1107,8 @@ class TrainingState:
     train_loss: float = 0.0  # of the last logged step, the mean of all ranks
     signum: int = 0  # of the first signal that this rank got; 0: none
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copy to the CPU everything that a resumed run needs and that warm_up restores."""
+    def state_dict(self, device: str = "cpu") -> dict[str, Any]:
+        """Copy everything that a resumed run needs and that warm_up restores."""
         state = {
             "step": self.step,
             "train_ms": self.stopwatch.elapsed_ms(),
@@ -1103,13 +1119,14 @@ class TrainingState:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
         }
-        return copy_tensors(state, "cpu")
+        return copy_tensors(state, device)
 
     def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
         load_model(self.gpt, saved["model"], name)
-        cast = any(saved["model"][key].dtype != p.dtype for key, p in self.gpt.named_parameters())
+        params = self.gpt.named_parameters()
+        same_dtypes = all(saved["model"][name].dtype == param.dtype for name, param in params)
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
-            load_optimizer(optimizer, saved_optimizer, cast)
+            load_optimizer(optimizer, saved_optimizer, keep_dtypes=same_dtypes)
         if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
             self.scaler.load_state_dict(saved["scaler"])
         stream = self.loader.stream
@@ -1159,17 +1176,17 @@ def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint to resume from, if any. Older scripts saved no knobs, shards or scaler."""
     own = hp.checkpoint_path()
     path = own if hp.resume == "auto" else Path(hp.resume)
-    if own.is_file() and path.resolve() != own.resolve():
+    if own.is_file() and (hp.resume == "" or path.resolve() != own.resolve()):
         raise InputError(f"{own} exists: set RESUME=auto to resume it, or another RUN_ID")
-    if path.is_file():
-        saved = deserialize(path.read_bytes(), str(path))
-        saved = {"knobs": {}, "shards": None, "scaler": {}} | saved
-        if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
-            raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
-        return path, saved
-    if hp.resume in ("", "auto"):
+    if hp.resume == "" or (hp.resume == "auto" and not own.is_file()):
         return None, {}  # a new run
-    raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
+    if not path.is_file():
+        raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
+    saved = deserialize(path.read_bytes(), str(path))
+    saved = {"knobs": {}, "shards": None, "scaler": {}} | saved
+    if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
+        raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
+    return path, saved
 
 
 def load_checkpoint(state: TrainingState) -> None:
@@ -1180,12 +1197,13 @@ def load_checkpoint(state: TrainingState) -> None:
         if hp.resume == "auto":
             log(f"resume:{hp.checkpoint_path()} does not exist, a new run begins")
         return
-    own = state.state_dict()
+    own = state.state_dict("meta")  # without values
     if missing := sorted(own.keys() - saved.keys()):
         raise InputError(f"{path} has no {', '.join(missing)}: resume a checkpoint of this script")
     if dropped := sorted(saved.keys() - own.keys()):
         log(f"WARNING: {', '.join(dropped)} of {path} is dropped: this script does not have it")
-    old, new = (p["knobs"] | {"train_shards": p["shards"], "resume": ""} for p in (saved, own))
+    old = saved["knobs"] | {"train_shards": saved["shards"], "resume": ""}
+    new = own["knobs"] | {"train_shards": own["shards"], "resume": ""}
     patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
     if old.get(patterns, new[patterns]) != new[patterns]:
         raise InputError(f"{path} has other {patterns.upper()}: set them, or use its recipes")
@@ -1401,7 +1419,8 @@ def finish(state: TrainingState, validation: Validation) -> int:
 # ---- main ------------------------
 def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
     """Build the demo's data, unless they exist or other paths are set."""
-    if hp.preset != "demo" or not {hp.data_path, hp.tokenizer_path} <= {*DEMO.values()}:
+    demo_paths = (DEMO["DATA_PATH"], DEMO["TOKENIZER_PATH"])
+    if hp.preset != "demo" or (hp.data_path, hp.tokenizer_path) != demo_paths:
         return
     builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
     builder = next(filter(Path.is_file, builders), builders[0])
