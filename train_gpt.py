@@ -227,8 +227,7 @@ def rotary_tables(seq_len: int, head_dim: int, base: float) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[j], x[j + h/2]) of x (B, T, heads, h) by cos and sin (T, 1, h/2)."""
-    # Clockwise, as in the baseline, so that its weights fit.
+    """Rotate pairs (x[j], x[j + h/2]) of x (B, T, heads, h) by cos, sin (T, 1, h/2): clockwise."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
@@ -236,8 +235,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
     """The attention kernels that PyTorch may use, best first."""
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    # cuDNN should be fastest on Hopper (not measured). It gives wrong numbers on Blackwell, and for
-    # lengths not divisible by 128.
+    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
     is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
     if is_hopper and seq_len % 128 == 0:
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)
@@ -335,13 +333,10 @@ class GPT(nn.Module):
         tables = rotary_tables(hp.train_seq_len, D // hp.num_heads, hp.rope_base)
         self.register_buffer("rotary", tables, persistent=False)
         self.init_weights()
-        patterns = hp.control_tensor_name_patterns
-        if dtype == torch.bfloat16 and not is_control_tensor("tok_emb.weight", patterns):
-            self.tok_emb.bfloat16()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Override torch's defaults. Matrices are rounded to bf16: all dtypes start alike."""
+        """Set the weights, rounded to bf16 so that all dtypes start alike, and tok_emb's dtype."""
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.proj.weight.zero_()
@@ -353,6 +348,8 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             if param.ndim >= 2 and not is_control_tensor(name, patterns):
                 param.copy_(param.bfloat16())
+        if self.dtype == torch.bfloat16 and not is_control_tensor("tok_emb.weight", patterns):
+            self.tok_emb.bfloat16()
 
     def forward(self, input_ids: Tensor, target_ids: Tensor, reduction: str = "mean") -> Tensor:
         """Mean cross-entropy in nats (fp32) of target_ids (B, T), or with "none" that of each."""
@@ -399,8 +396,7 @@ def wrap(gpt: GPT, compiled: bool) -> nn.Module:
 # ---- Optimizers ------------------
 # Optimizer group of each parameter outside the blocks, by name prefix.
 OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
-# A resumed run takes these from its own knobs, not from the checkpoint.
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not from a checkpoint
 
 
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
@@ -439,8 +435,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             updates = self.nesterov(params, group["momentum"])
-            # `combined` are views of `exchange`. Rank r fills in updates r, r + W, r + 2W, ... The
-            # others stay zero for the all-reduce.
+            # Views of `exchange`. Rank r fills in r, r + W, r + 2W, ... The others stay zero.
             sizes = [p.numel() for p in params]
             exchange = updates[0].new_zeros(sum(sizes))
             combined = [u.view_as(p) for u, p in zip(exchange.split(sizes), params, strict=True)]
@@ -613,8 +608,7 @@ class DistributedTokenLoader:
         self, global_tokens: int, seq_len: int, grad_accum_steps: int
     ) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 (B, T), of one micro-step. global_tokens: of the whole step."""
-        # A rank's span has its inputs, and one token more: the last target.
-        span = global_tokens // (self.world_size * grad_accum_steps) + 1
+        span = global_tokens // (self.world_size * grad_accum_steps) + 1  # with the last target
         tokens = self.stream.take(self.world_size * span)
         tokens = upload(tokens.view(-1, span)[self.rank], self.device).to(torch.int64)
         return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
@@ -730,8 +724,7 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
         # Waiting threads spin. If another program takes a core, one thread less is faster.
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if distributed:
-        # A restart on one node gets the old store, with NCCL's error flag, and with addresses of
-        # ranks that have ended, which another prefix hides.
+        # A restart may find the old store: dead addresses under its prefix, NCCL's error flag.
         store, _, _ = next(dist.rendezvous("env://"))
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -811,8 +804,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     for i in range(size):
         if tokenizer.IsControl(i) or tokenizer.IsUnknown(i) or tokenizer.IsUnused(i):
             continue
-        # CaseOps's marks have no bytes: U+0001 for a capital, U+0002 for a word of capitals.
-        piece = tokenizer.IdToPiece(i).translate({1: None, 2: None})
+        piece = tokenizer.IdToPiece(i).translate({1: None, 2: None})  # CaseOps: Capital, CAPITALS
         has_text[i] = True
         leading_space[i] = piece.startswith("\u2581")  # SentencePiece's mark for a space
         text = piece.removeprefix("\u2581").replace("\u2581", " ")  # pieces of several words
@@ -1078,17 +1070,15 @@ def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes
 
 # ---- State -----------------------
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
-    """Restore a saved state_dict, except OPTIMIZER_KNOBS. torch casts it to the parameters' dtypes;
-    keep_dtypes undoes that."""
+    """Restore a saved state_dict, except OPTIMIZER_KNOBS. keep_dtypes: undo torch's cast."""
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
     groups = [old | {key: new[key] for key in OPTIMIZER_KNOBS if key in new} for new, old in pairs]
     optimizer.load_state_dict({**saved, "param_groups": groups})
-    if not keep_dtypes:
-        return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for i, values in saved["state"].items():
-        state = optimizer.state[params[i]]
-        state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
+    if keep_dtypes:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for i, values in saved["state"].items():
+            state = optimizer.state[params[i]]
+            state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
 
 @dataclass(repr=False)  # signal.getsignal would format all tensors
@@ -1123,10 +1113,9 @@ class TrainingState:
 
     def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
         load_model(self.gpt, saved["model"], name)
-        params = self.gpt.named_parameters()
-        same_dtypes = all(saved["model"][name].dtype == param.dtype for name, param in params)
+        same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
-            load_optimizer(optimizer, saved_optimizer, keep_dtypes=same_dtypes)
+            load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
         if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
             self.scaler.load_state_dict(saved["scaler"])
         stream = self.loader.stream
@@ -1368,22 +1357,6 @@ def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, bool]]:
     return artifact, report, files
 
 
-def log_end(state: TrainingState) -> None:
-    """Log why the training ended, whether the replicas are identical, and the memory."""
-    hp, runtime = state.hp, state.runtime
-    if state.step < hp.iterations:
-        end = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms step:{state.step}/{hp.iterations}"
-        runtime.log(f"stopping_early: wallclock_cap {end}")
-    checksums = runtime.gather(zipfile.crc32(serialize(state.gpt.state_dict())))
-    if any(checksum != checksums[0] for checksum in checksums):
-        runtime.log("WARNING: replicas: the ranks have different weights")
-    elif runtime.world_size > 1:
-        runtime.log("replicas:identical")
-    if runtime.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
-
-
 def finish(state: TrainingState, validation: Validation) -> int:
     """Write the model, then validate it and score its artifact. Returns the exit code."""
     hp, runtime = state.hp, state.runtime
@@ -1395,7 +1368,18 @@ def finish(state: TrainingState, validation: Validation) -> int:
         runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
         signal.raise_signal(state.signum)
     pre_quant_loss = validate(state, validation)
-    log_end(state)
+    train_ms = state.stopwatch.elapsed_ms()
+    if state.step < hp.iterations:
+        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
+        runtime.log(f"stopping_early: wallclock_cap {end}")
+    checksums = runtime.gather(zipfile.crc32(serialize(state.gpt.state_dict())))
+    if any(checksum != checksums[0] for checksum in checksums):
+        runtime.log("WARNING: replicas: the ranks have different weights")
+    elif runtime.world_size > 1:
+        runtime.log("replicas:identical")
+    if runtime.device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
     runtime.log(report)
     load_weights(state.gpt, artifact, "the exported artifact")
     started = time.perf_counter()
@@ -1406,7 +1390,7 @@ def finish(state: TrainingState, validation: Validation) -> int:
         "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
         "pre_quant_val_loss": pre_quant_loss,
         "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
-        "steps": state.step, "train_ms": state.stopwatch.elapsed_ms(),
+        "steps": state.step, "train_ms": train_ms,
         "bytes_total": len(artifact) + code, "bytes_code": code,
     }  # fmt: skip
     files[RESULT] = runtime.from_rank_0(lambda: write_result(hp, facts, runtime.log))

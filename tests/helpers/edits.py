@@ -12,7 +12,7 @@ SWIGLU = """\
         self.proj = CastedLinear(hidden, hp.model_dim, bias=False)
 """
 RELU_SQUARED = "        hidden = F.relu(self.fc(x)).square()\n"
-BEFORE_INIT = "        self.init_weights()\n"
+BEFORE_INIT = "        self.init_weights()\n\n"
 LAST_NORM = "        logits = self.output(rms_norm(x).flatten(0, 1))\n"
 GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
 NORM = "        x = x0 = rms_norm(x)\n"
