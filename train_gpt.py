@@ -8,7 +8,6 @@
 Knobs are environment variables. The last line of the log is the score of the compressed model.
 
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
-Training has the accumulation and the loop; the other sections are machinery.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
@@ -64,16 +63,11 @@ DEMO = dict(
 )  # fmt: skip
 PRESETS = {"": {}, "demo": DEMO}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ABOVE_0 = (
-    "val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
-    "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
-    "logit_softcap", "adam_eps",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs: num_layers is the variable NUM_LAYERS. 0 or less switches a feature off."""
+    """All knobs: num_layers is the variable NUM_LAYERS. -1 does what a comment says after "0:"."""
 
     # run; RUN_ID names the log and the checkpoint, by default after the time of the start
     preset: str = ""  # "" or "demo": other defaults
@@ -96,8 +90,8 @@ class Hyperparameters:
     # length of the run
     iterations: int = 20_000  # optimizer steps at most
     warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
-    warmdown_frac: float = 0.0  # of the run; replaces WARMDOWN_ITERS
-    warmup_steps: int = 20  # compile with these steps, then restore the initial state
+    warmdown_frac: float = 0.0  # of the run, in place of WARMDOWN_ITERS; 0: not used
+    warmup_steps: int = 20  # compile with these steps, then restore the initial state; 0: none
     train_batch_tokens: int = 524_288  # tokens per optimizer step
     batch_slots: int = 8  # micro-batches per optimizer step, over all ranks
     train_seq_len: int = 1024  # T
@@ -154,50 +148,50 @@ class Hyperparameters:
 
     def check(self) -> None:
         """Raise InputError for the first invalid knob."""
-        values = asdict(self)
-        for name in ABOVE_0:
-            if not values[name] > 0:
-                raise InputError(f"{name.upper()}={values[name]} must be above 0")
         H, T = self.num_heads, self.train_seq_len
         unit = self.batch_slots * T
         units = f"{unit}: BATCH_SLOTS={self.batch_slots} times TRAIN_SEQ_LEN={T}"
-        rules = [
-            ("preset", self.preset in PRESETS, "unset or demo"),
-            ("device", self.device in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
-            ("dtype", self.dtype in ("auto", *DTYPES), "auto, bf16, fp16 or fp32"),
-            ("compile", self.compile in ("auto", "1", "0"), "auto, 1 or 0"),
-            ("model_dim", self.model_dim % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
-            ("num_kv_heads", H % self.num_kv_heads == 0, f"a divisor of NUM_HEADS={H}"),
-            ("train_batch_tokens", self.train_batch_tokens % unit == 0, f"a multiple of {units}"),
-            ("val_batch_size", self.val_batch_size >= unit, f"at least {units}"),
-            ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
-            ("iterations", self.iterations >= 0, "0 or more"),
-            ("warmdown_frac", self.warmdown_frac <= 1, "at most 1"),
-            ("run_id", self.run_id[:1] not in ("", ".") and "/" not in self.run_id, "a file name"),
-            ("seed", 0 <= self.seed < 2**32, "at least 0 and below 2**32"),
-        ]
-        for name, is_valid, rule in rules:
-            if not is_valid:
-                raise InputError(f"{name.upper()}={values[name]!r} must be {rule}")
+        rules = [  # Numbers whose comments have "0:" may be below 0.
+            (("val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
+              "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
+              "logit_softcap", "adam_eps"), lambda x: x > 0, "above 0"),
+            (("iterations", "qk_gain_init", "tied_embed_init_std", "muon_backend_steps", "embed_lr",
+              "head_lr", "tied_embed_lr", "matrix_lr", "scalar_lr"), lambda x: x >= 0, "0 or more"),
+            (("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2"),
+             lambda x: 0 <= x < 1, "at least 0 and below 1"),
+            (["seed"], lambda x: 0 <= x < 2**32, "at least 0 and below 2**32"),
+            (["warmdown_frac"], lambda x: x <= 1, "at most 1"),
+            (["eval_stride"], lambda x: x <= T, f"at most TRAIN_SEQ_LEN={T}"),
+            (["model_dim"], lambda x: x % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
+            (["num_kv_heads"], lambda x: H % x == 0, f"a divisor of NUM_HEADS={H}"),
+            (["train_batch_tokens"], lambda x: x % unit == 0, f"a multiple of {units}"),
+            (["val_batch_size"], lambda x: x >= unit, f"at least {units}"),
+            (["preset"], lambda x: x in PRESETS, "'' or demo; see tests/records/train_record.py"),
+            (["device"], lambda x: x in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
+            (["dtype"], lambda x: x in ("auto", *DTYPES), "auto, bf16, fp16 or fp32"),
+            (["compile"], lambda x: x in ("auto", "1", "0"), "auto, 1 or 0"),
+            (["run_id"], lambda x: x[:1] not in ("", ".") and "/" not in x, "a file name"),
+        ]  # fmt: skip
+        for names, is_valid, rule in rules:
+            for name in names:
+                if not is_valid(value := getattr(self, name)):
+                    raise InputError(f"{name.upper()}={value!r} must be {rule}")
 
 
 def parse_knob(name: str, kind: type, text: str) -> Any:
-    """Convert the text of an environment variable to a value of this type."""
     if kind == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number", str: "a text"}[kind]
-    problem = InputError(f"{name.upper()}={text!r} must be {wanted}")
     try:
         value = {"0": False, "1": True}[text] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        raise problem from None
-    if kind is float and not math.isfinite(value):
-        raise problem
+        value = None
+    if value is None or (kind is float and not math.isfinite(value)):
+        wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number"}[kind]
+        raise InputError(f"{name.upper()}={text!r} must be {wanted}")
     return value
 
 
 def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
-    """Check whether a parameter's full name contains one of the patterns."""
     return any(pattern in name for pattern in patterns)
 
 

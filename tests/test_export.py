@@ -13,9 +13,8 @@ import train_gpt
 from train_gpt import (
     Hyperparameters,
     dequantize_state_dict_int8,
-    quantize_matrix,
     quantize_state_dict_int8,
-    quantize_whole,
+    quantize_tensor,
 )
 
 MODEL, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
@@ -85,7 +84,7 @@ def test_rows_by_the_contracts_formula(levels, monkeypatch):
     clip = clips(weight)[:, None]
     scale = torch.maximum(clip / levels, torch.tensor(1 / 127))
     wanted = torch.round(weight.clamp(-clip, clip) / scale).clamp(-levels, levels)
-    values, scales = quantize_matrix(weight)
+    values, scales = quantize_tensor(weight)
     assert torch.equal(values, wanted.to(torch.int8))
     assert torch.equal(scales, scale[:, 0].half())
     assert (scale == 1 / 127).any() and (scale > 1 / 127).any()
@@ -96,9 +95,9 @@ def test_whole_tensors_by_the_contracts_formula():
     cube = tensors()["cube"]
     clip = clips(cube.flatten()[None])[0]
     wanted = torch.round(cube.clamp(-clip, clip) / (clip / 127)).clamp(-127, 127)
-    values, scale = quantize_whole(cube)
+    values, scale = quantize_tensor(cube)
     assert torch.equal(values, wanted.to(torch.int8)) and scale == clip / 127
-    values, scale = quantize_whole(torch.zeros(2, 2, 2))
+    values, scale = quantize_tensor(torch.zeros(2, 2, 2))
     assert not values.any() and scale == 1.0
 
 
