@@ -200,7 +200,6 @@ def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
 # Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32. With
 # DTYPE=fp16 only activations are fp16: Muon and GradScaler need a wider range of exponents.
 def rms_norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last dimension, without a weight."""
     return F.rms_norm(x, (x.size(-1),))
 
 
@@ -228,20 +227,17 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
     """The attention kernels that PyTorch may use, best first."""
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
     is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
-    if is_hopper and seq_len % 128 == 0:
-        backends.insert(0, SDPBackend.CUDNN_ATTENTION)
-    return backends
+    cudnn = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
+    return [*cudnn, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
     if q.device.type == "cuda" and q.dtype != torch.bfloat16:
-        # No fused kernel supports grouped queries in fp32, nor in fp16 on GPUs without bf16. MATH
-        # does, but keeps all scores in memory.
+        # In fp32, and without bf16 in fp16, only MATH groups queries. It keeps all scores.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
@@ -469,6 +465,8 @@ class Muon(torch.optim.Optimizer):
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
     """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
+    if unknown := {*OPTIMIZER_GROUPS.values()} - {*groups}:
+        raise InputError(f"OPTIMIZER_GROUPS has {', '.join(unknown)}: use {', '.join(groups)}")
     for name, param in model.named_parameters():
         outside = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
         control = is_control_tensor(name, hp.control_tensor_name_patterns)
@@ -510,10 +508,8 @@ def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
 
 
 def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
-    """Learning-rate multiplier at this step (from 0) and training time: 1, then linear to 0. It
-    falls over WARMDOWN_FRAC of the run, in steps or time, whichever ends first. If that is 0, it
-    falls over the last WARMDOWN_ITERS steps, or, with a wallclock cap, over the time that they
-    take: ITERATIONS is ignored then."""
+    """Learning-rate multiplier at this step (from 0) and training time: 1, then linear to 0 over
+    WARMDOWN_FRAC of the run, else over WARMDOWN_ITERS steps (with a cap, the time they take)."""
     if hp.warmdown_frac > 0:
         return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)
     if hp.warmdown_iters <= 0:
@@ -543,6 +539,7 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentu
 SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1, tokens, zeros
 WAYS_TO_DATA = """\
   get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
+  (for a record:   see tests/records/README.md)
   or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
   or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata"""
 
