@@ -661,6 +661,7 @@ class Runtime:
     compiled: bool
     source: bytes = b""  # of this file, when the run began
     log: Log = field(default_factory=Log)
+    started: float = field(default_factory=lambda: time.perf_counter())  # in seconds
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
@@ -691,7 +692,6 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU."""
     num_gpus = torch.cuda.device_count()
     if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
         return torch.device("cpu")
@@ -704,27 +704,31 @@ def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
 
 def open_runtime(hp: Hyperparameters) -> Runtime:
     """Open the device and, under torchrun, the process group."""
+    # Else torch 2.10 to 2.13 lose gradients of parameters that are used in chunks (pytorch 193061).
+    os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
     distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    rank = int(os.environ["RANK"]) if distributed else 0
-    world_size = int(os.environ["WORLD_SIZE"]) if distributed else 1
+    rank = parse_knob("rank", int, os.environ["RANK"]) if distributed else 0
+    world_size = parse_knob("world_size", int, os.environ["WORLD_SIZE"]) if distributed else 1
     if world_size <= 0 or hp.batch_slots % world_size != 0:
         raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
-    device = open_device(hp, int(os.environ.get("LOCAL_RANK", "0")))
+    device = open_device(hp, parse_knob("local_rank", int, os.environ.get("LOCAL_RANK", "0")))
     on_gpu = device.type == "cuda"
     if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
         # Waiting threads spin. If another program takes a core, one thread less is faster.
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if distributed:
+        try:
+            store, _, _ = next(dist.rendezvous("env://"))
+        except ValueError as error:
+            raise InputError(f"{error}: use torchrun, or unset RANK and WORLD_SIZE") from None
         # A restart may find the old store: dead addresses under its prefix, NCCL's error flag.
-        store, _, _ = next(dist.rendezvous("env://"))
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         # gloo syncs the clock on the CPU, so that the GPU queue never drains.
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         dist.barrier()
-    has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    auto = "bf16" if has_bf16 else "fp32"
+    auto = "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     dtype = DTYPES[auto if hp.dtype == "auto" else hp.dtype]
     compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
     return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
@@ -756,7 +760,6 @@ class Stopwatch:
         self.last_step: Any = None  # event at its end
 
     def start(self) -> None:
-        """If paused, wait for the device and start."""
         if self.started is None:
             self.device_module.synchronize()
             self.started = time.perf_counter()
@@ -774,9 +777,8 @@ class Stopwatch:
             previous.synchronize()
 
     def elapsed_ms(self) -> float:
-        if self.started is None:
-            return self.before_ms
-        return self.before_ms + 1000 * (time.perf_counter() - self.started)
+        running = 0.0 if self.started is None else time.perf_counter() - self.started
+        return self.before_ms + 1000 * running
 
     def report(self, step: int) -> str:
         elapsed_ms = self.elapsed_ms()
