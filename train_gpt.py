@@ -906,7 +906,6 @@ def decompress(data: bytes) -> bytes:
 
 
 def copy_tensors(value: Any, device: torch.device | str) -> Any:
-    """Copy value, with all its tensors on the device."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), value)
 
 
@@ -935,7 +934,7 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
         problem = " ".join(str(error).split())[:300]
-        advice = "use the script, recipes and knobs of its training (final_result.json next to it)"
+        advice = "use the script and knobs of its training (final_result.json next to it)"
         raise InputError(f"{name} does not fit: {advice}: {problem}") from None
 
 
@@ -976,27 +975,23 @@ INT8_LEVELS = 127  # on each side of zero; 31 is int6, but the floor limits what
 INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 13 levels a side
 
 
-def clip_rows(rows: Tensor) -> Tensor:
-    """Clamp each row to a high quantile of its absolute values."""
-    clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
-    return rows.clamp(-clip, clip)
-
-
-def quantize_matrix(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values, and a scale for each row, fp16."""
-    rows = clip_rows(weight.float())
-    scale = (rows.abs().amax(dim=1, keepdim=True) / INT8_LEVELS).clamp_min(INT8_SCALE_FLOOR)
-    values = (rows / scale).round().clamp(-INT8_LEVELS, INT8_LEVELS)
-    return values.to(torch.int8), scale[:, 0].half()
-
-
-def quantize_whole(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values of a tensor that is not a matrix, and one scale, fp32."""
-    row = clip_rows(weight.float().reshape(1, -1))
-    scale = row.abs().amax() / INT8_LEVELS
+def quantize_rows(rows: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """int8 values of fp32 rows, clamped to a high quantile of their size, and scales (n, 1)."""
+    if rows.size(1) <= 2**24:  # the limit of torch.quantile
+        clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
+        rows = rows.clamp(-clip, clip)
+    scale = (rows.abs().amax(dim=1, keepdim=True) / INT8_LEVELS).clamp_min(floor)
     scale = torch.where(scale == 0, 1.0, scale)
-    values = (row / scale).round().clamp(-INT8_LEVELS, INT8_LEVELS)
-    return values.to(torch.int8).view(weight.shape), scale
+    return (rows / scale).round().clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8), scale
+
+
+def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
+    if weight.ndim == 2:
+        values, scale = quantize_rows(weight.float(), INT8_SCALE_FLOOR)
+        return values, scale[:, 0].half()
+    values, scale = quantize_rows(weight.float().reshape(1, -1), 0.0)
+    return values.view(weight.shape), scale[0, 0]
 
 
 def quantize_state_dict_int8(
@@ -1010,8 +1005,7 @@ def quantize_state_dict_int8(
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            quantize = quantize_matrix if tensor.ndim == 2 else quantize_whole
-            obj["quantized"][name], obj["scales"][name] = quantize(tensor)
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(tensor)
             obj["dtypes"][name] = dtype
             if tensor.ndim == 2:
                 obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
