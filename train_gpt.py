@@ -1073,21 +1073,26 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bo
             state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
 
-@dataclass(repr=False)  # signal.getsignal would format all tensors
 class TrainingState:
     """All that a step reads or changes. An average of the weights, for example, belongs here."""
 
-    hp: Hyperparameters
-    runtime: Runtime
-    gpt: GPT
-    model: nn.Module  # gpt, compiled and wrapped
-    optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler  # keeps small gradients above zero in fp16; else it does nothing
-    loader: DistributedTokenLoader
-    stopwatch: Stopwatch
-    step: int = 0
-    train_loss: float = 0.0  # of the last logged step, the mean of all ranks
-    signum: int = 0  # of the first signal that this rank got; 0: none
+    def __init__(self, hp: Hyperparameters, runtime: Runtime) -> None:
+        random.seed(hp.seed)
+        np.random.seed(hp.seed)
+        torch.manual_seed(hp.seed)  # CPU and CUDA
+        self.hp = hp
+        self.runtime = runtime
+        place = (runtime.rank, runtime.world_size, runtime.device)
+        self.loader = DistributedTokenLoader(hp.files("train"), *place, hp.vocab_size)
+        self.gpt = GPT(hp, runtime.dtype).to(runtime.device)
+        self.optimizers = build_optimizers(self.gpt, runtime.compiled)
+        self.model = wrap(self.gpt, runtime.compiled)
+        is_fp16 = runtime.dtype == torch.float16  # small gradients need a scale, else they are 0
+        self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
+        self.stopwatch = Stopwatch(runtime.device)
+        self.step = 0
+        self.train_loss = 0.0  # of the last logged step, the mean of all ranks
+        self.signum = 0  # of the first signal that this rank got; 0: none
 
     def state_dict(self, device: str = "cpu") -> dict[str, Any]:
         """Copy everything that a resumed run needs and that warm_up restores."""
@@ -1122,21 +1127,6 @@ class TrainingState:
         self.signum = self.signum or signum
 
 
-def new_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
-    """The state before the first step. Data, knobs and SEED determine it."""
-    random.seed(hp.seed)
-    np.random.seed(hp.seed)
-    torch.manual_seed(hp.seed)  # CPU and CUDA
-    place = (runtime.rank, runtime.world_size, runtime.device)
-    loader = DistributedTokenLoader(hp.files("train"), *place, hp.vocab_size)
-    gpt = GPT(hp, runtime.dtype).to(runtime.device)
-    optimizers = build_optimizers(gpt, runtime.compiled)
-    model = wrap(gpt, runtime.compiled)
-    scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
-    clock = Stopwatch(runtime.device)
-    return TrainingState(hp, runtime, gpt, model, optimizers, scaler, loader, clock)
-
-
 def save_checkpoint(state: TrainingState) -> bool:
     """Pause the clock and write a checkpoint. Rank 0 writes it; False if it could not."""
     state.stopwatch.pause()
@@ -1163,8 +1153,7 @@ def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
         return None, {}  # a new run
     if not path.is_file():
         raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
-    saved = deserialize(path.read_bytes(), str(path))
-    saved = {"knobs": {}, "shards": None, "scaler": {}} | saved
+    saved = {"knobs": {}, "shards": None, "scaler": {}} | deserialize(path.read_bytes(), str(path))
     if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
         raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
     return path, saved
@@ -1187,7 +1176,7 @@ def load_checkpoint(state: TrainingState) -> None:
     new = own["knobs"] | {"train_shards": own["shards"], "resume": ""}
     patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
     if old.get(patterns, new[patterns]) != new[patterns]:
-        raise InputError(f"{path} has other {patterns.upper()}: set them, or use its recipes")
+        raise InputError(f"{path} has other {patterns.upper()}: set them")
     state.load_state_dict(saved, str(path))
     changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
     log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
@@ -1441,7 +1430,7 @@ def run() -> int:
     runtime = open_runtime(hp)
     prepare_demo(hp, runtime)
     compare_ranks(hp, runtime)
-    state = new_state(hp, runtime)
+    state = TrainingState(hp, runtime)
     validation = Validation(hp)
     log_settings(state.gpt, validation, runtime)
     load_checkpoint(state)
