@@ -1188,15 +1188,13 @@ def train_step(state: TrainingState) -> Tensor:
     hp = state.hp
     grad_accum_steps = hp.batch_slots // state.runtime.world_size
     total_loss = torch.zeros((), device=state.runtime.device)
-    for optimizer in state.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    state.gpt.zero_grad()
     for micro_step in range(grad_accum_steps):
         # Each slot has its own seed, so that any number of ranks draws the same dropout.
         slot = micro_step * state.runtime.world_size + state.runtime.rank
         torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
         if dist.is_initialized():
-            # Gradients add up on each rank. Only the last micro-step leaves their mean over the
-            # ranks in param.grad: one exchange a step. DDP reads this flag in its forward pass.
+            # DDP's forward pass reads it: the last micro-step takes the ranks' mean, once a step.
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         batch = state.loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, grad_accum_steps)
         loss = state.model(*batch) * (1 / grad_accum_steps)
@@ -1263,16 +1261,18 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
 def train(state: TrainingState, validation: Validation) -> int:
     """Train up to a limit or a signal. Returns the signal's number; 0: none."""
     hp, gather = state.hp, state.runtime.gather
-    cap_ms = 1000 * hp.max_wallclock_seconds
     set_signal_action(state.request_stop)
     while True:  # all exits are at the top, where all ranks agree
         clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
         elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
-        if state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
+        if state.step >= hp.iterations or 0 < 1000 * hp.max_wallclock_seconds <= elapsed_ms:
             state.stopwatch.pause()
             return 0  # a finished run is exported, whatever its loss
         if not math.isfinite(state.train_loss):
-            raise InputError(f"train_loss is {state.train_loss}: set lower learning rates")
+            advice = "set lower learning rates"
+            if state.step == 1:
+                advice = "no update has happened, so look at the model's edits and at DTYPE"
+            raise InputError(f"train_loss is {state.train_loss}: {advice}")
         if signum > 0:
             return signum
         if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
@@ -1317,25 +1317,46 @@ def log_score(name: str, loss: float, ms: float, validation: Validation, runtime
     runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
 
 
-def write_result(hp: Hyperparameters, facts: dict[str, Any], log: Log) -> bool:
-    data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
-    return write_file(Path(hp.output_dir, RESULT), data, log)
-
-
-def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, bool]]:
-    """Write knobs, weights and artifact. Returns the artifact, its report, and for each file that
-    is listed in the end whether it was written."""
-    hp, log, files = state.hp, state.runtime.log, {}
+def move_older_files(hp: Hyperparameters, log: Log) -> None:
+    """Move an older run's files to previous/, as a set. A run that was interrupted has none."""
     paths = [Path(hp.output_dir, name) for name in (WEIGHTS, ARTIFACT, RESULT)]
-    for path in paths if any(map(Path.is_file, paths)) else ():  # keep an older run's, as a set
-        kept = path.with_name("previous") / path.name
-        with contextlib.suppress(OSError):
-            os.renames(path, kept) if path.is_file() else kept.unlink()
-    write_result(hp, {}, log)
-    files[WEIGHTS] = write_file(paths[0], serialize(state.gpt.state_dict()), log)
+    if any(path.is_file() for path in paths):
+        try:
+            for path in paths:
+                kept = path.parent / "previous" / path.name
+                kept.unlink(missing_ok=True)
+                if path.is_file():
+                    os.renames(path, kept)
+        except OSError as error:
+            log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
+
+
+def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
+    """Write facts and knobs. A number that is not finite is null: NaN is not JSON."""
+    facts |= {
+        "model_params": sum(param.numel() for param in state.gpt.parameters()),
+        "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
+        "torch": torch.__version__, "device": str(state.runtime.device),
+        "world_size": state.runtime.world_size, "knobs": asdict(state.hp),
+        "run_seconds": time.perf_counter() - state.runtime.started,
+    }  # fmt: skip
+    data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
+    return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
+
+
+def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
+    """Write weights and artifact. Returns the latter, its report, checksums, what was written."""
+    hp, log = state.hp, state.runtime.log
+    move_older_files(hp, log)  # of a run at the same time
+    weights = serialize(state.gpt.state_dict())
+    checksums = {WEIGHTS: zipfile.crc32(weights)}
+    write_result(state, {"crc32": checksums})
+    files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
     artifact, report = export(state.gpt, hp, state.runtime)
-    files[ARTIFACT] = write_file(paths[1], artifact, log)
-    return artifact, report, files
+    checksums[ARTIFACT] = zipfile.crc32(artifact)
+    write_result(state, {"crc32": checksums})
+    files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
+    return artifact, report, checksums, files
 
 
 def finish(state: TrainingState, validation: Validation) -> int:
@@ -1343,7 +1364,7 @@ def finish(state: TrainingState, validation: Validation) -> int:
     hp, runtime = state.hp, state.runtime
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
         save_checkpoint(state)
-    artifact, report, files = runtime.from_rank_0(lambda: write_model(state))
+    artifact, report, checksums, files = runtime.from_rank_0(lambda: write_model(state))
     set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
     if state.signum:
         runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
@@ -1353,11 +1374,11 @@ def finish(state: TrainingState, validation: Validation) -> int:
     if state.step < hp.iterations:
         end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
         runtime.log(f"stopping_early: wallclock_cap {end}")
-    checksums = runtime.gather(zipfile.crc32(serialize(state.gpt.state_dict())))
-    if any(checksum != checksums[0] for checksum in checksums):
-        runtime.log("WARNING: replicas: the ranks have different weights")
-    elif runtime.world_size > 1:
-        runtime.log("replicas:identical")
+    if runtime.world_size > 1:
+        same = runtime.gather(
+            zipfile.crc32(serialize(state.gpt.state_dict())) == checksums[WEIGHTS]
+        )
+        runtime.log("replicas:identical" if all(same) else "WARNING: replicas: weights differ")
     if runtime.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
@@ -1366,15 +1387,15 @@ def finish(state: TrainingState, validation: Validation) -> int:
     started = time.perf_counter()
     loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
-    code = len(runtime.source)
     facts = {
         "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
         "pre_quant_val_loss": pre_quant_loss,
         "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
         "steps": state.step, "train_ms": train_ms,
-        "bytes_total": len(artifact) + code, "bytes_code": code,
+        "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
+        "crc32": checksums,
     }  # fmt: skip
-    files[RESULT] = runtime.from_rank_0(lambda: write_result(hp, facts, runtime.log))
+    files[RESULT] = runtime.from_rank_0(lambda: write_result(state, facts))
     written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
     runtime.log(f"files: {shlex.join(written)}")
     log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
@@ -1425,7 +1446,6 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
 
 
 def run() -> int:
-    """Run with the knobs of the environment. Returns the exit code."""
     hp = Hyperparameters.from_env(os.environ)
     runtime = open_runtime(hp)
     prepare_demo(hp, runtime)
@@ -1436,6 +1456,7 @@ def run() -> int:
     load_checkpoint(state)
     runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
     warm_up(state)
+    runtime.from_rank_0(lambda: move_older_files(hp, runtime.log))
     signum = train(state, validation)
     if signum > 0:
         return stop(state, signum)
@@ -1466,7 +1487,7 @@ def leave(job: Callable[[], int]) -> NoReturn:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--help"]:
+    if sys.argv[1:] in (["-h"], ["--help"]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for --help | head
         print(__doc__, inspect.getsource(Hyperparameters).split("    def ")[0], sep="\n")
         return
