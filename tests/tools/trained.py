@@ -1,5 +1,6 @@
 """Shared by the tools: arguments that name files, a script, the knobs of a model's run."""
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -14,6 +15,12 @@ import torch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
 OWN = ("run_id", "output_dir", "resume", "eval_only")  # of a run, not of its model
+
+
+def printable() -> None:
+    """Let stdout print what its encoding lacks as an escape."""
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def existing_file(name: str) -> Path:
