@@ -63,6 +63,19 @@ def verdict(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> st
     return "not yet"
 
 
+def describe(gains: Sequence[float], unit: str, by: float = 0.0, alpha: float = ALPHA) -> str:
+    """The mean gain, its interval and the verdict."""
+    low, high = interval(gains, alpha)
+    if math.isinf(quantile(len(gains), alpha)):
+        return f"{fmean(gains):.5f} {unit}, not yet: needs at least three pairs"
+    return f"{fmean(gains):.5f} {unit} ({low:.5f} to {high:.5f}), {verdict(gains, by, alpha)}"
+
+
+def describe_evidence(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> str:
+    found = f"evidence {evidence(gains, by):.3g}, {1 / alpha:g} shows it"
+    return f"better by more than {by:g}? {found}"
+
+
 def claims_that_stand(evidences: Sequence[float], rate: float = 0.1) -> list[bool]:
     """Which claims stand if about this share of them may be false (e-BH, Wang and Ramdas, 2022)."""
     ranked = sorted(evidences, reverse=True)

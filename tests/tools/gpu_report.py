@@ -5,7 +5,6 @@ DEVICE=cpu python tests/tools/gpu_report.py --tiny    a trial without a GPU, in 
 """
 
 import os
-import re
 import sys
 import tempfile
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from subprocess import CalledProcessError, TimeoutExpired, getoutput, run
 
 import torch
+from logs import read_run
 from trained import SCRIPT, load_script
 
 TOOLS = Path(__file__).resolve().parent
@@ -45,9 +45,9 @@ def export() -> None:
 
 def compare() -> None:
     """Compare the training losses of the demo and of the demo on the CPU."""
-    logs = [path.read_text() for path in Path(os.environ["OUTPUT_DIR"], "logs").iterdir()]
-    losses = [re.findall(r"^step:.* train_loss:(\S+)", log, re.M) for log in logs]
-    differences = [abs(float(a) - float(b)) for a, b in zip(*losses, strict=False)]
+    paths = Path(os.environ["OUTPUT_DIR"], "logs").glob("*.txt")
+    losses = [read_run(path).train.values() for path in paths]
+    differences = [abs(a - b) for a, b in zip(*losses, strict=False)]
     print(f"{len(differences)} steps, largest difference {max(differences):.4f} nats")
 
 
