@@ -65,10 +65,10 @@ def verdict(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> st
 
 def describe(gains: Sequence[float], unit: str, by: float = 0.0, alpha: float = ALPHA) -> str:
     """The mean gain, its interval and the verdict."""
-    low, high = interval(gains, alpha)
+    mean, (low, high) = fmean(gains or [math.nan]), interval(gains, alpha)
     if math.isinf(quantile(len(gains), alpha)):
-        return f"{fmean(gains):.5f} {unit}, not yet: needs at least three pairs"
-    return f"{fmean(gains):.5f} {unit} ({low:.5f} to {high:.5f}), {verdict(gains, by, alpha)}"
+        return f"{mean:.5f} {unit}, not yet: needs at least three pairs"
+    return f"{mean:.5f} {unit} ({low:.5f} to {high:.5f}), {verdict(gains, by, alpha)}"
 
 
 def describe_evidence(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> str:
