@@ -159,10 +159,14 @@ def test_a_failed_run_ends_the_experiment_with_its_last_lines(tmp_path, run, out
 
 
 def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, small, run):
+    """The terminal is not in UTF-8, which the folder's name would need."""
     environ = {"ITERATIONS": "400", "TRAIN_LOG_EVERY": "5", "NUM_LAYERS": "1"}
-    arguments = ["--set", "ITERATIONS=6", "--seeds", "1", "--out", str(tmp_path / "out")]
+    out = tmp_path / "运行"
+    arguments = ["--set", "ITERATIONS=6", "--seeds", "1", "--out", str(out)]
     command = [*launch_command(0), EXPERIMENT, *arguments, "--jobs", "2"]
-    process, terminal = start_in_terminal(tmp_path, {**small, **environ}, command)
+    process, terminal = start_in_terminal(
+        tmp_path, {**small, **environ, "PYTHONIOENCODING": "latin-1"}, command
+    )
     seen = b""
     while not re.search(rb"baseline, seed 1: step \d+/400, loss.*min left", seen):
         seen += os.read(terminal, 1000)
@@ -171,11 +175,12 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
         while part := os.read(terminal, 1000):
             seen += part
     assert process.wait() == 130 and b"the same command goes on" in seen
-    assert list(tmp_path.glob("out/*/1/checkpoints/seed-1.pt"))
+    assert rb"\u8fd0\u884c" in seen
+    assert list(out.glob("*/1/checkpoints/seed-1.pt"))
     code, output, _ = run(*arguments, **environ)
     assert "baseline, seed 1: resumed from its checkpoint" in output
     assert code == 1  # 6 steps are worse
-    logs = "\n".join(path.read_text() for path in tmp_path.glob("out/*/1/output.txt"))
+    logs = "\n".join(path.read_text() for path in out.glob("*/1/output.txt"))
     assert re.search(r"^resume:\S+ step:\d+ changed:nothing", logs, re.M)
 
 

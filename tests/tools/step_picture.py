@@ -1,8 +1,6 @@
-"""Draw which rank takes which span of the token stream in one optimizer step.
+"""Draw which rank takes which span of the token stream in one optimizer step."""
 
-python tests/tools/step_picture.py tests/tools/step.svg"""
-
-import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 WIDTH, HEIGHT = 936, 322
@@ -11,7 +9,7 @@ CELL, ROW = 44, 26  # width and height of a slot
 SLOTS = 8
 BOXES = (
     (BLUE, "each micro-step: loss × 1/grad_accum_steps, backward; gradients add up on each rank"),
-    (RED, "the last (framed): require_backward_grad_sync; one all-reduce averages over the ranks"),
+    (RED, "the last (framed): require_backward_grad_sync; one exchange averages over the ranks"),
     (BLUE, "then Muon for matrices, Adam for the rest: the same new weights on every rank"),
 )
 
@@ -51,6 +49,7 @@ def draw() -> str:
     for number in range(SLOTS):
         parts += slot(360 + number * 66, 16, number, width=66)
     parts += [text(346, 34, "…", GRAY), text(360 + SLOTS * 66 + 14, 34, "…", GRAY)]
+    parts.append(text(66, 138, "time →", GRAY, "start"))
     left = 14
     for ranks in (1, 2, 4, 8):
         parts += panel(left, 94, ranks)
@@ -68,6 +67,6 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    Path(sys.argv[1]).write_text(draw(), encoding="utf-8")
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("picture", type=Path, help="the .svg to write")
+    parser.parse_args().picture.write_text(draw(), encoding="utf-8")
