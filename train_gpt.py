@@ -63,6 +63,7 @@ DEMO = dict(
     VAL_BATCH_SIZE="32768", NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", NUM_KV_HEADS="1",
 )  # fmt: skip
 PRESETS = {"": {}, "demo": DEMO}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ABOVE_0 = (
     "val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
     "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
@@ -82,7 +83,7 @@ class Hyperparameters:
     checkpoint_every: int = 0  # steps; 0: only when a signal stops the run
     resume: str = ""  # a checkpoint; auto: this RUN_ID's, if it exists
     device: str = "auto"  # cuda, cpu; auto: cuda if available
-    dtype: str = "auto"  # bf16, fp32; auto: bf16 if the GPU has it
+    dtype: str = "auto"  # bf16, fp16, fp32; auto: bf16 if the GPU has it, else fp32
     compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda
     data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
     tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # SentencePiece model
@@ -163,7 +164,7 @@ class Hyperparameters:
         rules = [
             ("preset", self.preset in PRESETS, "unset or demo"),
             ("device", self.device in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
-            ("dtype", self.dtype in ("auto", "bf16", "fp32"), "auto, bf16 or fp32"),
+            ("dtype", self.dtype in ("auto", *DTYPES), "auto, bf16, fp16 or fp32"),
             ("compile", self.compile in ("auto", "1", "0"), "auto, 1 or 0"),
             ("model_dim", self.model_dim % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
             ("num_kv_heads", H % self.num_kv_heads == 0, f"a divisor of NUM_HEADS={H}"),
@@ -201,7 +202,8 @@ def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
 
 # ---- Model -----------------------
 # dtypes: activations, the embedding and Muon's updates are bf16 on a GPU that has it, else fp32.
-# Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32.
+# Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32. With
+# DTYPE=fp16 only activations are fp16: Muon and GradScaler need a wider range of exponents.
 def rms_norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without a weight."""
     return F.rms_norm(x, (x.size(-1),))
@@ -242,8 +244,9 @@ def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
-    if q.device.type == "cuda" and q.dtype == torch.float32:
-        # No fused fp32 kernel supports grouped queries. MATH does, but keeps all scores in memory.
+    if q.device.type == "cuda" and q.dtype != torch.bfloat16:
+        # No fused kernel supports grouped queries in fp32, nor in fp16 on GPUs without bf16. MATH
+        # does, but keeps all scores in memory.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
@@ -252,9 +255,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Grouped-query attention with normed and rotated queries and keys. layer: 0 to L - 1."""
+    """Grouped-query attention with normed and rotated queries and keys."""
 
-    def __init__(self, hp: Hyperparameters, layer: int) -> None:
+    def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
         D = hp.model_dim
         kv_dim = D // hp.num_heads * hp.num_kv_heads
@@ -276,8 +279,7 @@ class CausalSelfAttention(nn.Module):
         k = apply_rotary(rms_norm(k), cos, sin)
         q = q * self.q_gain.to(x.dtype)[:, None]
         y = attend(q, k, v)
-        y = y.reshape(B, T, D)
-        return self.proj(y)
+        return self.proj(y.reshape(B, T, D))
 
 
 class MLP(nn.Module):
@@ -289,17 +291,16 @@ class MLP(nn.Module):
         self.proj = CastedLinear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.fc(x)
-        x = F.relu(x).square()
-        return self.proj(x)
+        hidden = F.relu(self.fc(x)).square()
+        return self.proj(hidden)
 
 
 class Block(nn.Module):
     """Mix the embedding back in, then add attention, then the MLP."""
 
-    def __init__(self, hp: Hyperparameters, layer: int) -> None:
+    def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
-        self.attn = CausalSelfAttention(hp, layer)
+        self.attn = CausalSelfAttention(hp)
         self.mlp = MLP(hp)
         self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
@@ -310,8 +311,7 @@ class Block(nn.Module):
         resid_mix = self.resid_mix.to(x.dtype)
         x = resid_mix[0] * x + resid_mix[1] * x0
         x = x + self.attn_scale.to(x.dtype) * self.attn(rms_norm(x), cos, sin)
-        x = x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x))
-        return x
+        return x + self.mlp_scale.to(x.dtype) * self.mlp(rms_norm(x))
 
 
 class GPT(nn.Module):
@@ -327,7 +327,7 @@ class GPT(nn.Module):
         # With L = 1 it gets no gradient, for which DDP would wait: freeze it.
         skip_weights = torch.ones(self.num_encoder_layers, D)
         self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_encoder_layers > 0)
-        self.blocks = nn.ModuleList(Block(hp, layer) for layer in range(hp.num_layers))
+        self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
         self.lm_head = None if hp.tie_embeddings else CastedLinear(D, hp.vocab_size, bias=False)
         tables = rotary_tables(hp.train_seq_len, D // hp.num_heads, hp.rope_base)
         self.register_buffer("rotary", tables, persistent=False)
@@ -347,8 +347,8 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             if param.ndim >= 2 and not is_control_tensor(name, patterns):
                 param.copy_(param.bfloat16())
-        if not is_control_tensor("tok_emb.weight", patterns):
-            self.tok_emb.to(self.dtype)
+        if self.dtype == torch.bfloat16 and not is_control_tensor("tok_emb.weight", patterns):
+            self.tok_emb.bfloat16()
 
     def forward(self, input_ids: Tensor, target_ids: Tensor, reduction: str = "mean") -> Tensor:
         """Mean cross-entropy in nats (fp32) of target_ids (B, T), or with "none" that of each."""
@@ -379,6 +379,17 @@ class GPT(nn.Module):
         if self.lm_head is None:
             return F.linear(x, self.tok_emb.weight.to(x.dtype))
         return self.lm_head(x)
+
+
+def wrap(gpt: GPT, compiled: bool) -> nn.Module:
+    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
+    model: nn.Module = gpt
+    if compiled:
+        model = torch.compile(gpt, dynamic=False, fullgraph=True)
+    if dist.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
+    return model
 
 
 # ---- Optimizers ------------------
@@ -488,21 +499,11 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     adam_groups = [{"params": params[name], "lr": rates[name]} for name in rates if params[name]]
     adam = torch.optim.Adam(adam_groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=True)
     settings = {"momentum": hp.muon_momentum, "backend_steps": hp.muon_backend_steps}
-    muon = Muon(params["matrix"], hp.matrix_lr, **settings, dtype=gpt.dtype, compiled=compiled)
+    dtype = torch.bfloat16 if gpt.dtype == torch.bfloat16 else torch.float32
+    muon = Muon(params["matrix"], hp.matrix_lr, **settings, dtype=dtype, compiled=compiled)
     for group in adam.param_groups + muon.param_groups:
         group["base_lr"] = group["lr"]
     return [adam, muon]
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], cast: bool) -> None:
-    """Restore a saved state_dict, except OPTIMIZER_KNOBS. cast: not with its dtypes."""
-    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
-    groups = [old | {key: new[key] for key in OPTIMIZER_KNOBS if key in new} for new, old in pairs]
-    optimizer.load_state_dict({**saved, "param_groups": groups})
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for i, values in ({} if cast else saved["state"]).items():  # undo torch's cast
-        state = optimizer.state[params[i]]
-        state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
 
 # ---- Schedules -------------------
@@ -542,11 +543,6 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentu
             group["lr"] = factor * group["base_lr"]
             if isinstance(optimizer, Muon):
                 group["momentum"] = momentum
-
-
-def set_stage(gpt: GPT, done: float) -> None:
-    """Switch the graph at this progress. Recipes add lines here, for example to begin loops."""
-    # The warm-up visits all stages, so that the training compiles nothing.
 
 
 # ---- Data ------------------------
@@ -595,12 +591,6 @@ class TokenStream:
                 self.shard = (self.shard + 1) % len(self.shards)
                 self.position = 0
         return torch.cat(parts)
-
-
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)
 
 
 class DistributedTokenLoader:
@@ -676,7 +666,7 @@ class Runtime:
     rank: int
     world_size: int  # W
     device: torch.device
-    dtype: torch.dtype  # of activations and of Muon's updates
+    dtype: torch.dtype  # of activations
     compiled: bool
     source: bytes = b""  # of this file, when the run began
     log: Log = field(default_factory=Log)
@@ -701,6 +691,12 @@ class Runtime:
         if isinstance(box[0], Exception):
             raise box[0]
         return box[0]
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
@@ -737,8 +733,8 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         dist.barrier()
     has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    bf16 = hp.dtype == "bf16" or (hp.dtype == "auto" and has_bf16)
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    auto = "bf16" if has_bf16 else "fp32"
+    dtype = DTYPES[auto if hp.dtype == "auto" else hp.dtype]
     compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
     return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
 
@@ -944,6 +940,16 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
         raise InputError(f"{name} does not fit: {advice}: {problem}") from None
 
 
+def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
+    """Load the bytes of an artifact, a checkpoint or a state_dict. name: of the file."""
+    weights = deserialize(data, name)
+    if "__quant_format__" in weights:
+        weights = dequantize_state_dict_int8(weights)
+    elif "optimizers" in weights:
+        weights = weights["model"]
+    load_model(gpt, weights, name)
+
+
 def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
     """Write a temporary file and rename it. If that fails, log a warning and return False."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -967,12 +973,8 @@ SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
 WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
 INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
 INT8_CLIP_QUANTILE = 0.9999984
+INT8_LEVELS = 127  # on each side of zero; 31 is int6, but the floor limits what rows use
 INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 13 levels a side
-
-
-def quantization_levels(name: str, weight: Tensor, hp: Hyperparameters) -> int:
-    """Levels on each side of zero. 31 is int6 (but INT8_SCALE_FLOOR limits what rows use)."""
-    return 127
 
 
 def clip_rows(rows: Tensor) -> Tensor:
@@ -981,23 +983,17 @@ def clip_rows(rows: Tensor) -> Tensor:
     return rows.clamp(-clip, clip)
 
 
-def row_scale(name: str, rows: Tensor, levels: int, hp: Hyperparameters) -> Tensor:
-    """Quantization step of each row of a clipped matrix, (n, 1)."""
-    return (rows.abs().amax(dim=1, keepdim=True) / levels).clamp_min(INT8_SCALE_FLOOR)
-
-
-def quantize_tensor(name: str, weight: Tensor, hp: Hyperparameters) -> tuple[Tensor, Tensor]:
+def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
-    levels = quantization_levels(name, weight, hp)
     if weight.ndim == 2:
         rows = clip_rows(weight.float())
-        scale = row_scale(name, rows, levels, hp)
+        scale = (rows.abs().amax(dim=1, keepdim=True) / INT8_LEVELS).clamp_min(INT8_SCALE_FLOOR)
         stored_scale = scale[:, 0].half()
     else:
         rows = clip_rows(weight.float().reshape(1, -1))
-        scale = rows.abs().amax() / levels
+        scale = rows.abs().amax() / INT8_LEVELS
         stored_scale = scale = torch.where(scale == 0, 1.0, scale)
-    values = (rows / scale).round().clamp(-levels, levels)
+    values = (rows / scale).round().clamp(-INT8_LEVELS, INT8_LEVELS)
     return values.to(torch.int8).view(weight.shape), stored_scale
 
 
@@ -1012,7 +1008,7 @@ def quantize_state_dict_int8(
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            obj["quantized"][name], obj["scales"][name] = quantize_tensor(name, tensor, hp)
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(tensor)
             obj["dtypes"][name] = dtype
             if tensor.ndim == 2:
                 obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
@@ -1045,16 +1041,6 @@ def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
-    """Load the bytes of an artifact, a checkpoint or a state_dict. name: of the file."""
-    weights = deserialize(data, name)
-    if "__quant_format__" in weights:
-        weights = dequantize_state_dict_int8(weights)
-    elif "optimizers" in weights:
-        weights = weights["model"]
-    load_model(gpt, weights, name)
-
-
 def write_result(hp: Hyperparameters, facts: dict[str, Any], log: Log) -> bool:
     data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
     return write_file(Path(hp.output_dir, RESULT), data, log)
@@ -1083,15 +1069,15 @@ def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes
 
 
 # ---- State -----------------------
-def wrap(gpt: GPT, runtime: Runtime) -> nn.Module:
-    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
-    model: nn.Module = gpt
-    if runtime.compiled:
-        model = torch.compile(gpt, dynamic=False, fullgraph=True)
-    if dist.is_initialized():
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
-    return model
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], cast: bool) -> None:
+    """Restore a saved state_dict, except OPTIMIZER_KNOBS. cast: not with its dtypes."""
+    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    groups = [old | {key: new[key] for key in OPTIMIZER_KNOBS if key in new} for new, old in pairs]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, values in ({} if cast else saved["state"]).items():  # undo torch's cast
+        state = optimizer.state[params[i]]
+        state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
 
 @dataclass(repr=False)  # signal.getsignal would format all tensors
@@ -1103,6 +1089,7 @@ class TrainingState:
     gpt: GPT
     model: nn.Module  # gpt, compiled and wrapped
     optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler  # keeps small gradients above zero in fp16; else it does nothing
     loader: DistributedTokenLoader
     stopwatch: Stopwatch
     step: int = 0
@@ -1121,6 +1108,7 @@ class TrainingState:
             "shards": [len(shard) for shard in self.loader.stream.shards],
             "model": self.gpt.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
         }
         return copy_tensors(state, "cpu")
 
@@ -1129,6 +1117,8 @@ class TrainingState:
         cast = any(saved["model"][key].dtype != p.dtype for key, p in self.gpt.named_parameters())
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
             load_optimizer(optimizer, saved_optimizer, cast)
+        if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
+            self.scaler.load_state_dict(saved["scaler"])
         stream = self.loader.stream
         stream.shard, stream.position = saved["stream"]
         if stream.shard >= len(stream.shards):
@@ -1150,8 +1140,10 @@ def new_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
     loader = DistributedTokenLoader(hp.files("train"), *place, hp.vocab_size)
     gpt = GPT(hp, runtime.dtype).to(runtime.device)
     optimizers = build_optimizers(gpt, runtime.compiled)
-    model = wrap(gpt, runtime)
-    return TrainingState(hp, runtime, gpt, model, optimizers, loader, Stopwatch(runtime.device))
+    model = wrap(gpt, runtime.compiled)
+    scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
+    clock = Stopwatch(runtime.device)
+    return TrainingState(hp, runtime, gpt, model, optimizers, scaler, loader, clock)
 
 
 def save_checkpoint(state: TrainingState) -> bool:
@@ -1171,13 +1163,14 @@ def save_checkpoint(state: TrainingState) -> bool:
 
 
 def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint to resume from, if any. Older scripts saved neither knobs nor shards."""
+    """The checkpoint to resume from, if any. Older scripts saved no knobs, shards or scaler."""
     own = hp.checkpoint_path()
     path = own if hp.resume == "auto" else Path(hp.resume)
     if own.is_file() and path.resolve() != own.resolve():
         raise InputError(f"{own} exists: set RESUME=auto to resume it, or another RUN_ID")
     if path.is_file():
-        saved = {"knobs": {}, "shards": None} | deserialize(path.read_bytes(), str(path))
+        saved = deserialize(path.read_bytes(), str(path))
+        saved = {"knobs": {}, "shards": None, "scaler": {}} | saved
         if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
             raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
         return path, saved
@@ -1226,12 +1219,15 @@ def train_step(state: TrainingState) -> Tensor:
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         batch = state.loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, grad_accum_steps)
         loss = state.model(*batch) * (1 / grad_accum_steps)
-        loss.backward()
+        state.scaler.scale(loss).backward()
         total_loss += loss.detach()
+    for optimizer in state.optimizers:
+        state.scaler.unscale_(optimizer)
     if hp.grad_clip_norm > 0:
         nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
     for optimizer in state.optimizers:
-        optimizer.step()
+        state.scaler.step(optimizer)  # does nothing if a gradient is not finite, on all ranks alike
+    state.scaler.update()  # lowers the scale then, and raises it now and then
     return total_loss
 
 
@@ -1244,14 +1240,12 @@ def warm_up(state: TrainingState) -> None:
     num_steps = max(wanted, int(dist.is_initialized()))
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
-        set_stage(state.gpt, (step - 1) / max(num_steps - 1, 1))
         train_step(state)
         for name, param in state.gpt.named_parameters():  # DDP refuses a second step without one
             if param.requires_grad and param.grad is None:
                 raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
-    state.gpt.load_state_dict(final_weights(state))  # its errors show before the training
     state.load_state_dict(start)
 
 
@@ -1292,7 +1286,6 @@ def train(state: TrainingState, validation: Validation) -> int:
     while True:  # all exits are at the top, where all ranks agree
         clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
         elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
-        set_stage(state.gpt, progress(hp, state.step, elapsed_ms))
         if state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
             state.stopwatch.pause()
             return 0  # a finished run is exported, whatever its loss
@@ -1321,11 +1314,6 @@ def stop(state: TrainingState, signum: int) -> int:
     return 128 + signum
 
 
-def final_weights(state: TrainingState) -> dict[str, Tensor]:
-    """Weights to save, export and score. An average, still empty in warm_up, belongs here."""
-    return state.gpt.state_dict()
-
-
 def log_warnings(validation: Validation, runtime: Runtime) -> None:
     """Warn of variables that are almost a knob, of a wrong tokenizer and of an unusable GPU."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
@@ -1343,7 +1331,6 @@ def finish(state: TrainingState) -> tuple[bytes, str]:
     hp, log = state.hp, state.runtime.log
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
         save_checkpoint(state)
-    state.gpt.load_state_dict(final_weights(state))
     artifact, report = b"", ""
     if state.runtime.rank == 0:
         paths = [Path(hp.output_dir, name) for name in (WEIGHTS, ARTIFACT, RESULT)]
@@ -1406,8 +1393,9 @@ def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
     """Build the demo's data, unless they exist or other paths are set."""
     if hp.preset != "demo" or not {hp.data_path, hp.tokenizer_path} <= {*DEMO.values()}:
         return
-    script = Path(__file__).with_name("data") / "demo_corpus.py"
-    command = [sys.executable, script, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
+    builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
+    builder = next(filter(Path.is_file, builders), builders[0])
+    command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise InputError(f"PRESET=demo: {result.stderr.strip()}")

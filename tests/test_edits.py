@@ -44,8 +44,8 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs):
 
 # ---- Optimizers ----------------------------------------------------------------------------------
 class BiasedAttention(CausalSelfAttention):
-    def __init__(self, hp: Hyperparameters, layer: int) -> None:
-        super().__init__(hp, layer)
+    def __init__(self, hp: Hyperparameters) -> None:
+        super().__init__(hp)
         self.c_q.bias = nn.Parameter(torch.zeros(hp.model_dim))
 
 

@@ -17,7 +17,6 @@ from train_gpt import (
     quantize_tensor,
 )
 
-HP = Hyperparameters()
 MODEL, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
 
 
@@ -80,12 +79,12 @@ def test_other_patterns_keep_other_tensors_in_fp32():
 @pytest.mark.baseline
 @pytest.mark.parametrize("levels", [127, 31])
 def test_rows_by_the_contracts_formula(levels, monkeypatch):
-    monkeypatch.setattr(train_gpt, "quantization_levels", lambda name, weight, hp: levels)
+    monkeypatch.setattr(train_gpt, "INT8_LEVELS", levels)
     weight = tensors()["matrix"] * torch.logspace(-3, 2, 300)[:, None]  # below and above the floor
     clip = clips(weight)[:, None]
     scale = torch.maximum(clip / levels, torch.tensor(1 / 127))
     wanted = torch.round(weight.clamp(-clip, clip) / scale).clamp(-levels, levels)
-    values, scales = quantize_tensor("matrix", weight, HP)
+    values, scales = quantize_tensor(weight)
     assert torch.equal(values, wanted.to(torch.int8))
     assert torch.equal(scales, scale[:, 0].half())
     assert (scale == 1 / 127).any() and (scale > 1 / 127).any()
@@ -96,9 +95,9 @@ def test_whole_tensors_by_the_contracts_formula():
     cube = tensors()["cube"]
     clip = clips(cube.flatten()[None])[0]
     wanted = torch.round(cube.clamp(-clip, clip) / (clip / 127)).clamp(-127, 127)
-    values, scale = quantize_tensor("cube", cube, HP)
+    values, scale = quantize_tensor(cube)
     assert torch.equal(values, wanted.to(torch.int8)) and scale == clip / 127
-    values, scale = quantize_tensor("zeros", torch.zeros(2, 2, 2), HP)
+    values, scale = quantize_tensor(torch.zeros(2, 2, 2))
     assert not values.any() and scale == 1.0
 
 

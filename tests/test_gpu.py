@@ -49,7 +49,7 @@ def loss_and_gradients(dtype: torch.dtype, compiled: bool) -> list[Tensor]:
         for param in gpt.parameters():
             param.add_(0.02 * torch.randn(param.shape))
     ids = torch.randint(hp.vocab_size, (8, hp.train_seq_len + 1)).to(GPU)
-    model = train_gpt.wrap(gpt.to(GPU), on_gpu(dtype, compiled))
+    model = train_gpt.wrap(gpt.to(GPU), compiled)
     loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     loss.backward()
     return [loss.detach(), *(param.grad for param in gpt.parameters())]

@@ -72,7 +72,7 @@ def test_every_type_is_converted(monkeypatch, flags):
         ("NUM_LAYERS", "three"), ("NUM_LAYERS", "3.0"), ("NUM_LAYERS", ""), ("MATRIX_LR", "fast"),
         ("NUM_LAYERS", "0"), ("NUM_KV_HEADS", "0"), ("BATCH_SLOTS", "0"), ("TRAIN_SEQ_LEN", "-8"),
         ("LOGIT_SOFTCAP", "0.0"), ("EVAL_STRIDE", "33"), ("PRESET", "demmo"), ("DEVICE", "gpu"),
-        ("DTYPE", "fp16"), ("COMPILE", "yes"), ("ITERATIONS", "-1"), ("SEED", "-1"),
+        ("DTYPE", "fp8"), ("COMPILE", "yes"), ("ITERATIONS", "-1"), ("SEED", "-1"),
         ("MAX_WALLCLOCK_SECONDS", "nan"), ("MATRIX_LR", "inf"), ("WARMDOWN_FRAC", "20.0"),
         ("RUN_ID", ""), ("RUN_ID", "../x"), ("RUN_ID", ".x"),
     ],

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 from rank_worker import keep_gradients, validation_losses
-from runs import ALONE, finished, run_here, run_ranks
+from runs import ALONE, SCRIPT, finished, run_here, run_ranks
 from torch.nn.utils import get_total_norm
 
 from train_gpt import DistributedTokenLoader, Hyperparameters, new_state, train_step
@@ -161,3 +161,30 @@ def test_a_run_is_the_plain_training(tmp_path, knobs, tied, layers, kv_heads):
     for name, tensor in model.state_dict().items():
         change = (tensor - initial[name]).norm()
         assert (trained[name] - tensor).norm() <= 1e-2 * change, name
+
+
+def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
+    """The ranks run the script as a file, and loss and gradients are local to train_step. So the
+    test edits its text."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    infinite = "(math.inf if state.step == 3 and state.runtime.rank == 1 else 1)"
+    norm = "nn.utils.get_total_norm([p.grad for p in state.gpt.parameters()])"
+    report = (
+        f"print('scale', state.step, state.scaler.get_scale(), {norm}.item()); return total_loss"
+    )
+    for old, new in (("scale(loss)", f"scale(loss * {infinite})"), ("return total_loss", report)):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    script = tmp_path / "train_gpt.py"
+    script.write_text(text, encoding="utf-8")
+    settings = {"DTYPE": "fp16", "WARMUP_STEPS": "3", "CHECKPOINT_EVERY": "6"}
+    ranks = run_ranks(tmp_path, {**knobs, **settings, "GRAD_CLIP_NORM": "0.01"}, 2, [script])
+    assert "replicas:identical" in finished(ranks[0])
+    for rank in ranks:
+        lines = [line.split()[2:] for line in rank.stdout.splitlines() if "scale " in line][-6:]
+        assert [float(scale) for scale, _ in lines] == 3 * [65536] + 3 * [32768]
+        norms = [float(norm) for _, norm in lines]
+        assert norms[:3] + norms[4:] == pytest.approx(5 * [0.01], rel=1e-3)
+    saved = torch.load(tmp_path / "checkpoints" / "test.pt")
+    assert saved["step"] == 6 and saved["scaler"]["scale"] == 32768
+    assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {5}

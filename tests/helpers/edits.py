@@ -11,10 +11,7 @@ SWIGLU = """\
         self.fc = CastedLinear(hp.model_dim, hidden, bias=False)
         self.proj = CastedLinear(hidden, hp.model_dim, bias=False)
 """
-RELU_SQUARED = """\
-        x = self.fc(x)
-        x = F.relu(x).square()
-"""
+RELU_SQUARED = "        hidden = F.relu(self.fc(x)).square()\n"
 BEFORE_INIT = "        self.init_weights()\n\n"
 LAST_NORM = "        logits = self.output(rms_norm(x).flatten(0, 1))\n"
 GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
@@ -34,17 +31,17 @@ EDITS = {  # old text and new
         KEYS: f"{KEYS}        self.k_gain = nn.Parameter(torch.ones(D // hp.num_heads))\n",
         ROTATED: f"{ROTATED}        k = k * self.k_gain.to(x.dtype)\n",
     },
-    "silu": {"F.relu(x).square()": "F.silu(x)"},
+    "silu": {"F.relu(self.fc(x)).square()": "F.silu(self.fc(x))"},
     "swiglu": {
         MLP: SWIGLU,
-        RELU_SQUARED: "        x = F.silu(self.gate(x)) * self.fc(x)\n",
+        RELU_SQUARED: "        hidden = F.silu(self.gate(x)) * self.fc(x)\n",
     },
     "untied": {"tie_embeddings: bool = True": "tie_embeddings: bool = False"},
     "output_gate": {
         "        self.q_gain =": (
             "        self.c_g = CastedLinear(D, D, bias=False)\n        self.q_gain ="
         ),
-        "y.reshape(B, T, D)\n": "y.reshape(B, T, D) * torch.sigmoid(self.c_g(x))\n",
+        "y.reshape(B, T, D)": "y.reshape(B, T, D) * torch.sigmoid(self.c_g(x))",
     },
     "bigram": {
         BEFORE_INIT: f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}",

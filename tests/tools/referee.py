@@ -64,7 +64,7 @@ class Case:
 
     def __post_init__(self) -> None:
         self.hp = self.validation.hp
-        self.model = self.script.wrap(self.gpt, self.runtime)
+        self.model = self.script.wrap(self.gpt, self.runtime.compiled)
         self.weights = copy.deepcopy(self.gpt.state_dict())
         self.tokenizer = SentencePieceProcessor(model_file=self.hp.tokenizer_path)
         self.bos = self.tokenizer.bos_id()

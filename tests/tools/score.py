@@ -68,7 +68,7 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
     if runtime.rank == 0:
         runtime.log.open(validation.hp, runtime.source)
     started = time.perf_counter()
-    losses = script.final_losses(script.wrap(gpt, runtime), validation, runtime)
+    losses = script.final_losses(script.wrap(gpt, runtime.compiled), validation, runtime)
     loss = script.mean_loss(losses, runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
     is_saved = losses_path is None or write_losses(script, losses, losses_path, runtime)

@@ -1,0 +1,2398 @@
+"""train_gpt.py with the techniques of the final records as knobs, all off by default.
+
+    PRESET=record2135 torchrun --standalone --nproc_per_node=8 tests/records/train_record.py
+    PRESET=demo XSA_LAYERS=4 python tests/records/train_record.py
+    python tests/records/train_record.py --help               all knobs
+
+With no such knob it does what train_gpt.py does, bit for bit. README.md is about the techniques.
+
+What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
+Training has the accumulation and the loop; Runtime, Files, State and main are machinery.
+
+Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
+K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
+"""
+
+import contextlib
+import difflib
+import glob
+import inspect
+import io
+import json
+import lzma
+import math
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TextIO, get_type_hints
+from uuid import uuid4
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sentencepiece import SentencePieceProcessor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
+
+
+class InputError(ValueError):
+    """A user error. The message says how to fix it."""
+
+
+# ---- Hyperparameters -------------
+CONTROL_TENSOR_NAME_PATTERNS = (  # the plurals are the baseline's
+    "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
+    "skip_weight", "skip_weights", "attn.gate", "lane_scales", "smear_gate",
+)  # fmt: skip
+DEMO = dict(
+    DATA_PATH="./data/datasets/demo_sp1024", TOKENIZER_PATH="./data/tokenizers/demo_1024_bpe.model",
+    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="600", ITERATIONS="200",
+    WARMUP_STEPS="3", WARMDOWN_FRAC="0.8", MUON_MOMENTUM_WARMUP_STEPS="100", TRAIN_LOG_EVERY="20",
+    VAL_BATCH_SIZE="32768", NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", NUM_KV_HEADS="1",
+)  # fmt: skip
+RECORD1394 = dict(  # pull request 1394 of the challenge
+    DATA_PATH="./data/datasets/fineweb10B_sp8192", VOCAB_SIZE="8192",
+    TOKENIZER_PATH="./data/tokenizers/fineweb_8192_bpe.model",
+    NUM_LAYERS="11", MLP_MULT="4", RELU_SLOPE="0.5", QK_GAIN_INIT="4", XSA_LAYERS="11",
+    ROPE_FRACTION="0.25", DEPTH_SCALE="1", SKIP_GATES="1",
+    LOOP_LAYERS="2", LOOP_TIMES="2", LOOP_FROM="0.5",
+    TRAIN_SEQ_LEN="2048", TRAIN_BATCH_TOKENS="786432", SHUFFLE="1", OPTIMIZE_DDP="0",
+    MAX_WALLCLOCK_SECONDS="582",  # 18 of the 600 s are for GPTQ
+    WARMUP_STEPS="40", WARMDOWN_FRAC="0.667", VAL_LOSS_EVERY="4000",
+    MATRIX_LR="0.02", SCALAR_LR="0.02", TIED_EMBED_LR="0.03", GRAD_CLIP_NORM="0.3",
+    MUON_MOMENTUM="0.99", MUON_MOMENTUM_WARMUP_START="0.92", MUON_MOMENTUM_WARMUP_STEPS="1500",
+    MUON_EQUAL_ROWS="1", MUON_WEIGHT_DECAY="0.085", EMBED_WEIGHT_DECAY="0.085",
+    ADAM_WEIGHT_DECAY="0.02", EMA_DECAY="0.997",
+    MATRIX_LEVELS="31", GPTQ_BATCHES="64", RANS="1",
+    SD_CLIP_EMBEDDING="20", SD_CLIP_ATTENTION="12.85", SD_CLIP_MLP="12.85",
+    INT8_KEEP_FLOAT_FP32_NAME_PATTERNS="",  # vectors in fp16 save 55 KB
+    EVAL_STRIDE="64", CHECKPOINT_EVERY="1000000",  # one after the last step: RESUME exports again
+)  # fmt: skip
+RECORD1855 = RECORD1394 | dict(  # pull request 1855
+    DATA_PATH="./data/datasets/fineweb10B_sp8192_caseops",
+    TOKENIZER_PATH="./data/tokenizers/fineweb_8192_bpe_caseops.model",
+    QK_GAIN_INIT="5", LOOP_LAYERS="3", LOOP_FIRST="3", LOOP_FROM="0.35",
+    PARALLEL_LAYERS="3", TWO_LANES="1", SMEAR_CHANNELS="12",
+    ATTENTION_GATE_MAX="1", ATTENTION_GATE_SCALE="0.5", DOCUMENT_MASK="1", WHOLE_DOCUMENTS="1",
+    MAX_WALLCLOCK_SECONDS="592",  # published 599.5, and 4.7 s of GPTQ that did not count
+    EMA_DECAY="0.9965", WARMDOWN_FRAC="0.85", MIN_LR="0.1", BETA2="0.99",
+    MUON_WEIGHT_DECAY="0.095", MUON_MOMENTUM="0.97",
+    MATRIX_LR="0.029",  # published 0.026, for Polar Express, whose updates are longer
+    GPTQ_BATCHES="16", EMBED_LEVELS="63", SD_CLIP_EMBEDDING="14", SD_CLIP_ATTENTION="13",
+    SD_CLIP_MLP="12",  # published 11.5, too large without lrzip
+    EVAL_STRIDE="0", LORA_RANK="80", LORA_LR="0.0001", LORA_CHUNK="48", LORA_DOCUMENTS="64",
+    LORA_KEEP="1", LORA_PHASES="3", LORA_PHASE_DOCUMENTS="833", LORA_PHASE_LR="0.001",
+)  # fmt: skip
+RECORD2014 = RECORD1855 | dict(  # pull request 2014
+    QK_GAIN_INIT="5.25", TRAIN_SEQ_LEN="3072", CONTEXT_GROWTH="0.3333:0.1,0.6667:0.7",
+    AWQ_COLUMNS="64", LORA_SKIP="c_q,c_v", LORA_LR="7.5e-05", LORA_SHORT_CHUNKS="1",
+    LORA_PHASES="1", LORA_PHASE_DOCUMENTS="2500",
+)  # fmt: skip
+RECORD2135 = RECORD1855 | dict(  # pull request 2135
+    QK_GAIN_INIT="5.25", GPTQ_BATCHES="32",
+    MAX_WALLCLOCK_SECONDS="588",  # published: half a second is reserved for GPTQ
+    MATRIX_LR="0.031",  # published 0.028, for Polar Express
+    LORA_CONTEXT="2560", LORA_SKIP="c_k", LORA_LR="8e-05", LORA_WEIGHT_DECAY="2",
+    LORA_PHASES="1", LORA_PHASE_DOCUMENTS="2500",
+    TILT_BOOST="2.625", TILT_TOKENS="15", TILT_SHARE="0.8",
+)  # fmt: skip
+PRESETS = {
+    "": {}, "demo": DEMO, "record1394": RECORD1394, "record1855": RECORD1855,
+    "record2014": RECORD2014, "record2135": RECORD2135, "record": RECORD1394,  # its older name
+}  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # that LORA_SKIP may name
+ABOVE_0 = (
+    "val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
+    "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
+    "logit_softcap", "adam_eps",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """All knobs: num_layers is the variable NUM_LAYERS. 0 or less switches a feature off."""
+
+    # run; RUN_ID names the log and the checkpoint, by default after the time of the start
+    preset: str = ""  # "", demo or a record (see PRESETS): other defaults
+    run_id: str = field(default_factory=lambda: time.strftime("%y%m%d-%H%M%S-") + uuid4().hex[:4])
+    seed: int = 1337  # for Python, NumPy and torch
+    output_dir: str = "."  # for all files of the run
+    checkpoint_every: int = 0  # steps; 0: only when a signal stops the run
+    resume: str = ""  # a checkpoint; auto: this RUN_ID's, if it exists
+    device: str = "auto"  # cuda, cpu; auto: cuda if available
+    dtype: str = "auto"  # bf16, fp16, fp32; auto: bf16 if the GPU has it, else fp32
+    compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda
+    optimize_ddp: bool = True  # compile a graph for each of DDP's buckets; 0: one graph
+    data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
+    tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # SentencePiece model
+    # validation and logging
+    val_batch_size: int = 524_288  # tokens, over all ranks and slots
+    val_loss_every: int = 1000  # steps, step 0 included; 0: only at the end
+    max_val_tokens: int = 0  # for a shorter validation; 0: the whole split
+    eval_stride: int = 0  # stride of the final score, in tokens; 0: TRAIN_SEQ_LEN
+    # test-time training (final score): adapters learn from each document after it is scored
+    lora_rank: int = 0  # of the adapters; records: 80; 0 disables them
+    lora_lr: float = 1e-3  # AdamW, adapters; records: 1e-4; 0: each document is scored alone
+    lora_weight_decay: float = 0.5  # AdamW, adapters
+    lora_skip: tuple[str, ...] = ()  # layers without adapters, as in c_q,c_v
+    lora_context: int = 0  # length of the windows; 0: TRAIN_SEQ_LEN
+    lora_chunk: int = 48  # tokens that are scored, then trained on; at most a window
+    lora_short_chunks: bool = False  # 8 tokens in documents up to 256, 24 in those up to 2,000
+    lora_documents: int = 32  # documents that are scored together
+    lora_keep: bool = False  # keep each A, but not B, for the next document in its slot
+    lora_phases: int = 0  # at the end of each, all weights train on all scored documents
+    lora_phase_documents: int = 833  # documents of a phase
+    lora_phase_lr: float = 1e-3  # SGD, all weights
+    # hints (final score): the most frequent token after the last few gets a larger logit
+    tilt_boost: float = 0.0  # nats that a hint's logit gains; record2135: 2.625; 0: no hints
+    tilt_tokens: int = 15  # a hint has so far been the most frequent token after the last 15
+    tilt_share: float = 0.8  # and has followed them in at least this share of the cases
+    tilt_order: str = "decoding"  # of counting; stream: from left to right, as published
+    train_log_every: int = 200  # logs steps 1 to 10, then every 200th; 0: none
+    # length of the run
+    iterations: int = 20_000  # optimizer steps at most
+    warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
+    warmdown_frac: float = 0.0  # of the run; replaces WARMDOWN_ITERS
+    min_lr: float = 0.0  # learning-rate multiplier at the end of the warmdown
+    warmup_steps: int = 20  # compile with these steps, then restore the initial state
+    train_batch_tokens: int = 524_288  # tokens per optimizer step
+    batch_slots: int = 8  # micro-batches per step: 1, 2, 4 or 8 ranks take the same step
+    train_seq_len: int = 1024  # T
+    # "0.25:0.1,0.5:0.7": T * 0.25 in the first tenth of the training, T * 0.5 up to 0.7, then T
+    context_growth: tuple[str, ...] = ()
+    shuffle: bool = False  # read the sequences in a random order
+    document_mask: bool = False  # a token sees only its own document
+    whole_documents: bool = False  # in training, cut only between documents or after T tokens
+    max_wallclock_seconds: float = 600.0  # of training; 0: no cap
+    # model
+    vocab_size: int = 1024  # V, the tokenizer's size
+    num_layers: int = 9  # L
+    model_dim: int = 512  # D
+    num_heads: int = 8  # H, query heads
+    num_kv_heads: int = 4  # K, key/value heads
+    mlp_mult: int = 2  # hidden width of the MLP / D
+    relu_slope: float = 0.0  # of the MLP's ReLU below zero
+    tie_embeddings: bool = True  # the output layer is the embedding
+    rope_base: float = 10_000.0  # longest wavelength: about 2 pi times this, in tokens
+    rope_fraction: float = 1.0  # of each head's channels is rotated
+    logit_softcap: float = 30.0  # cap * tanh(logits / cap)
+    qk_gain_init: float = 1.5  # initial gain of each head's queries
+    xsa_layers: int = 0  # last layers with exclusive self-attention
+    attention_gate_max: float = 0.0  # a head's gate goes from 0 to this, from its half; 0: none
+    attention_gate_scale: float = 1.0  # of the gates' logits
+    depth_scale: bool = False  # divide the normed inputs of layer i by the root of i, from 1
+    skip_gates: bool = False  # gates between each U-Net skip and the residual stream
+    smear_channels: int = 0  # channels that decide how much of the token before is mixed in
+    parallel_layers: int = 0  # last layers, whose MLP does not see the layer's attention
+    two_lanes: bool = False  # in these layers attention and MLP read a residual stream each
+    loop_layers: int = 0  # layers that run again, with the same weights
+    loop_first: int = -1  # the first of them, from 0; below 0: so that they are in the middle
+    loop_times: int = 1  # how many times they run again
+    loop_from: float = 0.4  # fraction of the run (see progress) before the loops begin
+    # optimizers
+    embed_lr: float = 0.6  # Adam, untied embedding
+    head_lr: float = 0.008  # Adam, untied lm_head
+    tied_embed_lr: float = 0.05  # Adam, tied embedding
+    tied_embed_init_std: float = 0.005  # of a tied embedding
+    matrix_lr: float = 0.04  # Muon, matrices of the blocks
+    scalar_lr: float = 0.04  # Adam, vectors and control tensors
+    muon_momentum: float = 0.95  # after its warm-up
+    muon_backend_steps: int = 5  # Newton-Schulz iterations
+    muon_momentum_warmup_start: float = 0.85  # momentum at step 0
+    muon_momentum_warmup_steps: int = 500  # 0: no warm-up
+    muon_equal_rows: bool = False  # scale the rows of each update to one length
+    muon_weight_decay: float = 0.0  # a step shrinks matrices by this times the learning rate
+    beta1: float = 0.9  # Adam
+    beta2: float = 0.95  # Adam
+    adam_eps: float = 1e-8  # Adam
+    embed_weight_decay: float = 0.0  # AdamW, embedding: per step, times the learning rate
+    adam_weight_decay: float = 0.0  # AdamW, the rest, mostly gains and scales
+    grad_clip_norm: float = 0.0  # global norm; 0: no clipping
+    ema_decay: float = 0.0  # of the weights' average, per step; 0: the last weights
+    # export
+    control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # Adam, fp32
+    int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS  # if small
+    matrix_levels: int = 127  # on each side of zero, for the matrices of the blocks; 31 is int6
+    embed_levels: int = 127  # for all other quantized tensors
+    scale_floor: float = 1 / 127  # of a row's step: values up to 0.1 use 13 levels a side
+    # standard deviations of a row that the levels of a matrix span; 0: clip at a quantile
+    sd_clip_embedding: float = 0.0  # and all other matrices
+    sd_clip_attention: float = 0.0
+    sd_clip_mlp: float = 0.0
+    gptq_batches: int = 0  # slots that GPTQ reads after the training; 0: plain rounding
+    awq_columns: int = 0  # adjacent columns of one matrix that GPTQ rounds finer
+    rans: bool = False  # code the quantized values by rANS, and compress the rest by LZMA
+
+    def files(self, split: str) -> str:
+        """Glob pattern of the "train" or "val" shards."""
+        return f"{glob.escape(self.data_path)}/fineweb_{split}_*.bin"
+
+    def checkpoint_path(self) -> Path:
+        return Path(self.output_dir, "checkpoints", f"{self.run_id}.pt")
+
+    def context_stages(self) -> list[tuple[int, float]]:
+        """The context's length in each stage of the training, and the progress at its end."""
+        pairs = [stage.partition(":")[::2] for stage in self.context_growth]
+        numbers = [[parse_knob("context_growth", float, text) for text in pair] for pair in pairs]
+        stages = [(round(part * self.train_seq_len), min(end, 1.0)) for part, end in numbers]
+        return [*stages, (self.train_seq_len, math.inf)]
+
+    def layer_order(self, is_looping: bool) -> list[int]:
+        """The order in which a forward pass goes through the layers."""
+        layers = list(range(self.num_layers))
+        middle = max((self.num_layers - self.loop_layers) // 2, 0)
+        first = self.loop_first if self.loop_first >= 0 else middle
+        last = first + self.loop_layers
+        times = self.loop_times if is_looping else 0
+        return layers[:last] + times * layers[first:last] + layers[last:]
+
+    def is_parallel(self, layer: int) -> bool:
+        return layer >= self.num_layers - self.parallel_layers
+
+    def has_lanes(self, layer: int) -> bool:
+        """Skips come from a single stream, so only layers of the second half may have lanes."""
+        return self.two_lanes and self.is_parallel(layer) and layer >= self.num_layers // 2
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
+        """Knobs of the environment, else of the preset, else the defaults."""
+        texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
+        if (patterns := texts.get("CONTROL_TENSOR_NAME_PATTERNS")) is not None:
+            texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)  # it follows the first
+        types = get_type_hints(cls).items()
+        hp = cls(**{k: parse_knob(k, t, texts[k.upper()]) for k, t in types if k.upper() in texts})
+        hp.check()
+        if hp.resume == "auto" and "RUN_ID" not in environ:
+            raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
+        return hp
+
+    def check(self) -> None:
+        """Raise InputError for the first invalid knob."""
+        values = asdict(self)
+        for name in ABOVE_0:
+            if not values[name] > 0:
+                raise InputError(f"{name.upper()}={values[name]} must be above 0")
+        H, T = self.num_heads, self.train_seq_len
+        unit = self.batch_slots * T
+        units = f"{unit}: BATCH_SLOTS={self.batch_slots} times TRAIN_SEQ_LEN={T}"
+        rules = [
+            ("preset", self.preset in PRESETS, f"unset or one of {', '.join([*PRESETS][1:])}"),
+            ("device", self.device in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
+            ("dtype", self.dtype in ("auto", *DTYPES), "auto, bf16, fp16 or fp32"),
+            ("compile", self.compile in ("auto", "1", "0"), "auto, 1 or 0"),
+            ("model_dim", self.model_dim % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
+            ("num_kv_heads", H % self.num_kv_heads == 0, f"a divisor of NUM_HEADS={H}"),
+            ("train_batch_tokens", self.train_batch_tokens % unit == 0, f"a multiple of {units}"),
+            ("val_batch_size", self.val_batch_size >= unit, f"at least {units}"),
+            ("eval_stride", self.eval_stride <= T, f"at most TRAIN_SEQ_LEN={T}"),
+            ("iterations", self.iterations >= 0, "0 or more"),
+            ("warmdown_frac", self.warmdown_frac <= 1, "at most 1"),
+            ("run_id", self.run_id[:1] not in ("", ".") and "/" not in self.run_id, "a file name"),
+            ("seed", 0 <= self.seed < 2**32, "at least 0 and below 2**32"),
+            *self.technique_rules(),
+        ]
+        for name, is_valid, rule in rules:
+            if not is_valid:
+                raise InputError(f"{name.upper()}={values[name]!r} must be {rule}")
+
+    def technique_rules(self) -> list[tuple[str, bool, str]]:
+        """Knob, whether it is valid, and what it must be."""
+        masked = self.document_mask
+        slot = self.train_batch_tokens // self.batch_slots
+        lengths = [length for length, _ in self.context_stages()]
+        fits = all(0 < n <= self.train_seq_len and slot % n == 0 for n in lengths)
+        lanes = [self.has_lanes(layer) for layer in self.layer_order(is_looping=True)]
+        one_stream = not any(lanes[: len(lanes) // 2]) and lanes == sorted(lanes)
+        return [
+            ("context_growth", fits, f"of lengths that divide a slot of {slot} tokens"),
+            ("whole_documents", masked or not self.whole_documents, "0 without DOCUMENT_MASK=1"),
+            ("rope_fraction", 0 <= self.rope_fraction <= 1, "0 to 1"),
+            ("loop_from", 0 <= self.loop_from < 1, "at least 0 and below 1"),
+            ("loop_first", self.loop_first < self.num_layers, "below NUM_LAYERS"),
+            ("loop_layers", one_stream, "fewer, or PARALLEL_LAYERS: loops may not reach the lanes"),
+            ("ema_decay", 0 <= self.ema_decay < 1, "at least 0 and below 1"),
+            ("matrix_levels", 0 < self.matrix_levels < 128, "1 to 127"),
+            ("embed_levels", 0 < self.embed_levels < 128, "1 to 127"),
+            ("lora_skip", {*self.lora_skip} < {*LORA_LAYERS}, f"some of {', '.join(LORA_LAYERS)}"),
+            ("tilt_order", self.tilt_order in ("decoding", "stream"), "decoding or stream"),
+        ]
+
+
+def parse_knob(name: str, kind: type, text: str) -> Any:
+    """Convert the text of an environment variable to a value of this type."""
+    if kind == tuple[str, ...]:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    try:
+        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+        if kind is float and not math.isfinite(value):
+            raise ValueError
+        return value
+    except (KeyError, ValueError):
+        wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number"}[kind]
+        raise InputError(f"{name.upper()}={text!r} must be {wanted}") from None
+
+
+def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
+    """Check whether a parameter's full name contains one of the patterns."""
+    return any(pattern in name for pattern in patterns)
+
+
+# ---- Model -----------------------
+# dtypes: activations, the embedding and Muon's updates are bf16 on a GPU that has it, else fp32.
+# Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32. With
+# DTYPE=fp16 only activations are fp16: Muon and GradScaler need a wider range of exponents.
+def rms_norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension, without a weight."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class CastedLinear(nn.Linear):
+    """Casts its weight for use. All linear layers go through here, but for a tied output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+def rotary_tables(seq_len: int, head_dim: int, base: float) -> Tensor:
+    """cos and sin of the angles t * base**(-2j/h), (2, T, h/2): RoPE (Su et al., 2021)."""
+    # Computed in fp32: in bf16 most positions beyond 256 would equal a neighbor.
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x[j], x[j + n]) of x (B, T, heads, h) by cos and sin (T, 1, n). Channels
+    from 2n on stay as they are (partial RoPE, #287)."""
+    n = cos.size(-1)
+    first, second, rest = x.split((n, n, x.size(-1) - 2 * n), dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), dim=-1)
+
+
+def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
+    """The attention kernels that PyTorch may use, best first."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    # cuDNN should be fastest on Hopper (not measured); on Blackwell and other lengths it is wrong.
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
+    if is_hopper and seq_len % 128 == 0:
+        backends.insert(0, SDPBackend.CUDNN_ATTENTION)
+    return backends
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
+    if q.device.type == "cuda" and q.dtype != torch.bfloat16:
+        # No fused kernel supports grouped queries in fp32, nor in fp16 on GPUs without bf16. MATH
+        # does, but keeps all scores in memory.
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    # Set per call: torch's cache of compiled graphs ignores the global flags.
+    with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return y.transpose(1, 2)
+
+
+class Documents(NamedTuple):
+    """The documents of a batch, for attend_within."""
+
+    bounds: Tensor  # causal mask (B, 1, T, T); for FlashAttention, bounds in the B*T tokens
+    longest: int  # tokens
+
+
+def find_documents(input_ids: Tensor, longest: int, is_flash: bool) -> tuple[Documents, Tensor]:
+    """Find the documents in the rows of input_ids (B, T), and each token's position in its own
+    (B, T). Each BOS (token 1) starts a document, and a longer one than `longest` is cut (#1530)."""
+    B, T = input_ids.shape
+    n = max(T // 32, 2)  # documents per row: constant, so that shapes never change
+    places = torch.arange(T, device=input_ids.device)
+    docs = F.pad((input_ids[:, 1:] == 1).cumsum(dim=1), (1, 0))
+    docs = docs.clamp(max=n - 1)  # the last one includes all further documents of the row
+    is_first = F.pad(docs.diff(dim=1) > 0, (1, 0), value=True)
+    positions = (places - (is_first * places).cummax(dim=1).values) % longest
+    docs = (positions == 0).cumsum(dim=1) - 1
+    if not is_flash:
+        mask = (docs[:, None, :, None] == docs[:, None, None, :]).tril()
+        return Documents(mask, longest), positions
+    numbers = torch.arange(n + (T - 1) // longest, device=docs.device).expand(B, -1).contiguous()
+    starts = torch.searchsorted(docs, numbers)  # T if there is none
+    starts = starts + T * torch.arange(B, device=docs.device)[:, None]
+    return Documents(F.pad(starts.flatten(), (0, 1), value=B * T).int(), longest), positions
+
+
+def attend_within(documents: Documents, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Like attend, but a token sees only its own document."""
+    T = q.size(1)
+    n = min(T, documents.longest)
+    bounds = documents.bounds
+    if bounds.ndim == 1:
+        # Private, but torch 2.9 to 2.13 agree on these arguments. varlen_attn changed its own.
+        flash = torch.ops.aten._flash_attention_forward
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        return flash(q, k, v, bounds, bounds, n, n, 0.0, True, False)[0].unflatten(0, (-1, T))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bounds).transpose(1, 2)
+
+
+def exclude_own_value(y: Tensor, v: Tensor) -> Tensor:
+    """Subtract from y (B, T, H, h) its part along the token's own value v (B, T, K, h): exclusive
+    self-attention (XSA, #265)."""
+    # Broadcasting over the heads of a group is faster than repeating v for each.
+    groups = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, h)
+    direction = F.normalize(v, dim=-1).unsqueeze(3)
+    along = (groups * direction).sum(dim=-1, keepdim=True)
+    return (groups - along * direction).flatten(2, 3)
+
+
+class CausalSelfAttention(nn.Module):
+    """Grouped-query attention with normed and rotated queries and keys. layer: 0 to L - 1."""
+
+    def __init__(self, hp: Hyperparameters, layer: int) -> None:
+        super().__init__()
+        D = hp.model_dim
+        kv_dim = D // hp.num_heads * hp.num_kv_heads
+        self.num_heads = hp.num_heads
+        self.num_kv_heads = hp.num_kv_heads
+        self.is_exclusive = layer >= hp.num_layers - hp.xsa_layers
+        self.c_q = CastedLinear(D, D, bias=False)
+        self.c_k = CastedLinear(D, kv_dim, bias=False)
+        self.c_v = CastedLinear(D, kv_dim, bias=False)
+        self.proj = CastedLinear(D, D, bias=False)
+        self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
+        self.gate_max, self.gate_scale = hp.attention_gate_max, hp.attention_gate_scale
+        if self.gate_max > 0:
+            self.gate = nn.Parameter(torch.zeros(hp.num_heads, 12))
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        B, T, D = x.shape
+        q = self.c_q(x).view(B, T, self.num_heads, -1)
+        k = self.c_k(x).view(B, T, self.num_kv_heads, -1)
+        v = self.c_v(x).view(B, T, self.num_kv_heads, -1)
+        q = apply_rotary(rms_norm(q), cos, sin)
+        k = apply_rotary(rms_norm(k), cos, sin)
+        q = q * self.q_gain.to(x.dtype)[:, None]
+        y = attend(q, k, v) if documents is None else attend_within(documents, q, k, v)
+        if self.is_exclusive:
+            y = exclude_own_value(y, v)
+        if self.gate_max > 0:
+            y = y * self.head_gates(x)[..., None]
+        return self.proj(y.reshape(B, T, D))
+
+    def head_gates(self, x: Tensor) -> Tensor:
+        """A gate for each head from the first channels of x: (B, T, H) (#1667; sparse, #1787)."""
+        logits = F.linear(x[..., : self.gate.size(1)], self.gate.to(x.dtype))
+        return self.gate_max * torch.sigmoid(self.gate_scale * logits)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a squared ReLU (Primer, So et al., 2021), leaky or not (#493)."""
+
+    def __init__(self, hp: Hyperparameters) -> None:
+        super().__init__()
+        self.fc = CastedLinear(hp.model_dim, hp.mlp_mult * hp.model_dim, bias=False)
+        self.proj = CastedLinear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
+        self.relu_slope = hp.relu_slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.leaky_relu(self.fc(x), self.relu_slope).square()
+        return self.proj(hidden)
+
+
+class Block(nn.Module):
+    """Mix the embedding back in, then add attention, then the MLP."""
+
+    def __init__(self, hp: Hyperparameters, layer: int) -> None:
+        super().__init__()
+        self.attn = CausalSelfAttention(hp, layer)
+        self.mlp = MLP(hp)
+        self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
+        self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
+        self.is_parallel = hp.is_parallel(layer)
+        self.norm_scale = (layer + 1) ** -0.5 if hp.depth_scale else 1.0
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The residual grows with depth: DEPTH_SCALE gives later layers smaller inputs (#287)."""
+        return rms_norm(x) if self.norm_scale == 1 else self.norm_scale * rms_norm(x)
+
+    def forward(
+        self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """x, and x0, the normed embedding: (B, T, D)."""
+        resid_mix = self.resid_mix.to(x.dtype)
+        x = resid_mix[0] * x + resid_mix[1] * x0
+        y = x + self.attn_scale.to(x.dtype) * self.attn(self.norm(x), cos, sin, documents)
+        mlp_input = x if self.is_parallel else y
+        return y + self.mlp_scale.to(x.dtype) * self.mlp(self.norm(mlp_input))
+
+
+class TwoLaneBlock(Block):
+    """Attention reads lane 0, the MLP lane 1, and both write to both (#1204)."""
+
+    def __init__(self, hp: Hyperparameters, layer: int) -> None:
+        super().__init__(hp, layer)
+        # Factors of the lanes, attention and MLP, for each lane.
+        self.lane_scales = nn.Parameter(torch.tensor([[1.1] * 2, [1.0] * 2, [1.0] * 2]))
+
+    def forward(
+        self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """x: both lanes (2, B, T, D), or a single stream (B, T, D) that becomes both."""
+        lanes = x if x.ndim == 4 else x.expand(2, *x.shape)
+        resid_mix = self.resid_mix.to(x.dtype)
+        attn_input = resid_mix[0] * lanes[0] + resid_mix[1] * x0
+        y = self.attn_scale.to(x.dtype) * self.attn(self.norm(attn_input), cos, sin, documents)
+        z = self.mlp_scale.to(x.dtype) * self.mlp(self.norm(lanes[1]))
+        keep, attn, mlp = self.lane_scales.to(x.dtype).view(3, 2, 1, 1, 1)
+        return keep * lanes + attn * y + mlp * z
+
+
+class GPT(nn.Module):
+    """A decoder with U-Net skips: each layer of the second half adds its mirror's output."""
+
+    def __init__(self, hp: Hyperparameters, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        D = hp.model_dim
+        self.hp = hp
+        self.dtype = dtype
+        self.context = hp.train_seq_len  # tokens of a training sequence; set_stage changes it
+        self.set_looping(True)  # a finished model loops; set_stage sets it in a run
+        self.tok_emb = nn.Embedding(hp.vocab_size, D)
+        if hp.smear_channels > 0:  # a weight per channel, and a factor that starts at zero
+            self.smear_gate = nn.Parameter(torch.zeros(hp.smear_channels + 1))
+        # With L = 1 it gets no gradient, for which DDP would wait: freeze it.
+        skip_weights = torch.ones(self.num_encoder_layers, D)
+        self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_encoder_layers > 0)
+        if hp.skip_gates:
+            # Logits of the gates; 0: half and half. By name they join skip_weights' group, in fp32.
+            gates = torch.zeros_like(skip_weights)
+            self.skip_weights_gate = nn.Parameter(gates, self.skip_weights.requires_grad)
+        kinds = [TwoLaneBlock if hp.has_lanes(i) else Block for i in range(hp.num_layers)]
+        self.blocks = nn.ModuleList(kind(hp, layer) for layer, kind in enumerate(kinds))
+        self.lm_head = None if hp.tie_embeddings else CastedLinear(D, hp.vocab_size, bias=False)
+        rotated = 2 * int(hp.rope_fraction * D / hp.num_heads / 2)  # channels of a head
+        tables = rotary_tables(hp.train_seq_len, rotated, hp.rope_base)
+        self.register_buffer("rotary", tables, persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Override torch's defaults. Matrices are rounded to bf16: all dtypes start alike."""
+        for block in self.blocks:
+            block.attn.proj.weight.zero_()
+            block.mlp.proj.weight.zero_()
+        if self.lm_head is None:
+            self.tok_emb.weight.normal_(std=self.hp.tied_embed_init_std)
+        else:
+            self.lm_head.weight.zero_()
+        patterns = self.hp.control_tensor_name_patterns
+        for name, param in self.named_parameters():
+            if param.ndim >= 2 and not is_control_tensor(name, patterns):
+                param.copy_(param.bfloat16())
+        if self.dtype == torch.bfloat16 and not is_control_tensor("tok_emb.weight", patterns):
+            self.tok_emb.bfloat16()
+
+    def set_looping(self, is_looping: bool) -> None:
+        """Loops are depth recurrence (#1204): some layers run again, with the same weights."""
+        self.order = self.hp.layer_order(is_looping)
+        self.num_encoder_layers = len(self.order) // 2
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        target_ids: Tensor,
+        reduction: str = "mean",
+        hint_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Mean cross-entropy in nats (fp32) of target_ids (B, T), or with "none" that of each.
+        hint_ids (B, T; -1: no hint) change the latter only."""
+        logits = self.logits(input_ids)
+        losses = F.cross_entropy(logits, target_ids.flatten(), reduction=reduction)
+        if hint_ids is not None:
+            losses = self.tilt(losses, logits, target_ids.flatten(), hint_ids.flatten())
+        return losses.view_as(target_ids) if reduction == "none" else losses
+
+    def tilt(self, losses: Tensor, logits: Tensor, target_ids: Tensor, hint_ids: Tensor) -> Tensor:
+        """Losses (n,) as if each hint's logit were larger by TILT_BOOST (#1145). No gradient
+        changes."""
+        candidates = torch.stack((target_ids, hint_ids.clamp(min=0)), dim=1)
+        target_logits, hint_logits = logits.detach().gather(1, candidates).unbind(1)
+        q = (hint_logits - target_logits - losses.detach()).exp()  # the hint's probability
+        boost = self.hp.tilt_boost * (hint_ids >= 0)
+        return losses + (torch.log1p(q * boost.expm1()) - boost * (hint_ids == target_ids))
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Next-token logits for input_ids (B, T): fp32 (B*T, V)."""
+        x = self.tok_emb(input_ids).to(self.dtype)  # (B, T, D)
+        cos, sin = self.rotary[:, : input_ids.size(1), None].to(self.dtype)
+        documents = None
+        if self.hp.document_mask:
+            longest = self.context if self.training else self.hp.train_seq_len
+            is_flash = input_ids.device.type == "cuda" and self.dtype == torch.bfloat16
+            documents, positions = find_documents(input_ids, longest, is_flash)
+            if input_ids.size(1) > len(cos):  # a row of whole documents
+                cos, sin = cos[positions], sin[positions]
+        if self.hp.smear_channels > 0:
+            x = self.smear(x, input_ids)
+        x = x0 = rms_norm(x)
+        skips = []
+        blocks = [self.blocks[layer] for layer in self.order]
+        for block in blocks[: self.num_encoder_layers]:
+            x = block(x, x0, cos, sin, documents)
+            skips.append(x)
+        # Each skip keeps its row of skip_weights when the loops begin.
+        first_row = len(self.skip_weights) - self.num_encoder_layers
+        for row, block in enumerate(blocks[self.num_encoder_layers :], first_row):
+            if skips:  # an odd L leaves the last layer without a mirror
+                x = self.add_skip(x, skips.pop(), row, isinstance(block, TwoLaneBlock))
+            x = block(x, x0, cos, sin, documents)
+        if x.ndim == 4:
+            x = x.mean(dim=0)  # of the two lanes
+        logits = self.output(rms_norm(x).flatten(0, 1))
+        return (self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()
+
+    def smear(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        """Mix the token before into each of x (B, T, D) (smear gate, #1667). BOS (token 1) stays as
+        it is: it starts a document."""
+        channels = self.hp.smear_channels
+        weights, factor = self.smear_gate.to(x.dtype).split((channels, 1))
+        gate = factor * torch.sigmoid(x[..., :channels] @ weights)[..., None]
+        return x + gate * (input_ids != 1)[..., None] * F.pad(x[:, :-1], (0, 0, 1, 0))
+
+    def add_skip(self, x: Tensor, skip: Tensor, row: int, has_lanes: bool = False) -> Tensor:
+        if has_lanes:  # the skip enters attention's lane only
+            attn_lane, mlp_lane = x if x.ndim == 4 else (x, x)
+            return torch.stack((self.add_skip(attn_lane, skip, row), mlp_lane))
+        if not self.hp.skip_gates:
+            return x + self.skip_weights[row].to(x.dtype) * skip
+        gate = torch.sigmoid(self.skip_weights_gate[row]).to(x.dtype)  # (#1089)
+        return gate * x + (1 - gate) * self.skip_weights[row].to(x.dtype) * skip
+
+    def output(self, x: Tensor) -> Tensor:
+        """The output layer, tied or not: (n, D) -> (n, V)."""
+        if self.lm_head is None:
+            return F.linear(x, self.tok_emb.weight.to(x.dtype))
+        return self.lm_head(x)
+
+
+def share_embedding(gpt: GPT) -> CastedLinear:
+    """Return a linear layer that computes a tied output, with the embedding's own weight."""
+    layer = CastedLinear(gpt.hp.model_dim, gpt.hp.vocab_size, bias=False, device="meta")
+    layer.weight = gpt.tok_emb.weight
+    return layer
+
+
+def wrap(gpt: GPT, compiled: bool) -> nn.Module:
+    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
+    model: nn.Module = gpt
+    if compiled:
+        torch._dynamo.config.optimize_ddp = gpt.hp.optimize_ddp
+        torch._dynamo.config.recompile_limit = 256  # graphs of all stages, windows and chunks
+        model = torch.compile(gpt, dynamic=False, fullgraph=True)
+    if dist.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
+    return model
+
+
+# ---- Optimizers ------------------
+# Optimizer group of each parameter outside the blocks, by name prefix.
+OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
+OPTIMIZER_GROUPS |= {"smear_gate": "scalar"}
+# Not from a checkpoint:
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps", "weight_decay")
+
+
+def newton_schulz(stack: Tensor, steps: int) -> Tensor:
+    """Bring the singular values of each wide matrix in stack (n, rows, columns) close to 1."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + (c * gram) @ gram) @ x
+    return x
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Each rank orthogonalizes
+    a share of the updates, in `dtype`; an all-reduce combines them."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        lr: float,
+        momentum: float,
+        backend_steps: int,
+        dtype: torch.dtype = torch.bfloat16,
+        compiled: bool = False,
+        weight_decay: float = 0.0,
+        equal_rows: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "backend_steps": backend_steps}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay})
+        self.dtype = dtype
+        self.equal_rows = equal_rows
+        self.newton_schulz = newton_schulz
+        if compiled:
+            self.newton_schulz = torch.compile(newton_schulz, dynamic=False, fullgraph=True)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            updates = self.nesterov(params, group["momentum"])
+            # Rank r fills in updates r, r + W, r + 2W, ... The others stay zero for the all-reduce.
+            sizes = [p.numel() for p in params]
+            exchange = updates[0].new_zeros(sum(sizes), dtype=self.dtype)
+            combined = [u.view_as(p) for u, p in zip(exchange.split(sizes), params, strict=True)]
+            own = slice(rank, None, world_size)
+            results = self.orthogonalize(updates[own], group["backend_steps"])
+            for update, result in zip(combined[own], results, strict=True):
+                update.copy_(result)
+            if world_size > 1:
+                dist.all_reduce(exchange)
+            if group["weight_decay"] > 0:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, combined, alpha=-group["lr"])
+
+    def nesterov(self, params: list[nn.Parameter], momentum: float) -> list[Tensor]:
+        """Update the momentum of params. Returns their updates, in `dtype` or, for equal rows, in
+        fp32."""
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        grads = [p.grad for p in params]
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, grads)
+        updates = torch._foreach_add(grads, buffers, alpha=momentum)
+        return updates if self.equal_rows else [update.to(self.dtype) for update in updates]
+
+    def orthogonalize(self, matrices: list[Tensor], steps: int) -> list[Tensor]:
+        """Apply Newton-Schulz, one call per shape, and multiply by sqrt(max(1, rows / columns))."""
+        if self.equal_rows:  # for all outputs of a layer, updates of one length (#1260)
+            matrices = [F.normalize(matrix, dim=1, eps=1e-7).to(self.dtype) for matrix in matrices]
+        wide = [matrix.mT if matrix.size(0) > matrix.size(1) else matrix for matrix in matrices]
+        results = list(matrices)
+        for shape in sorted({matrix.shape for matrix in wide}):
+            members = [i for i, matrix in enumerate(wide) if matrix.shape == shape]
+            stack = self.newton_schulz(torch.stack([wide[i] for i in members]), steps)
+            for i, result in zip(members, stack, strict=True):
+                rows, columns = matrices[i].shape
+                results[i] = result.mT * math.sqrt(rows / columns) if rows > columns else result
+        return results
+
+
+def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
+    """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
+    groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
+    for name, param in model.named_parameters():
+        outside = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
+        control = is_control_tensor(name, hp.control_tensor_name_patterns)
+        if outside:
+            groups[outside[0]].append(param)
+        elif not name.startswith("blocks."):
+            raise InputError(f"{name} is in no optimizer: add it to OPTIMIZER_GROUPS")
+        elif param.ndim == 2 and param.requires_grad and not control:
+            groups["matrix"].append(param)
+        else:
+            groups["scalar"].append(param)  # Adam skips frozen parameters
+    return groups
+
+
+def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optimizer]:
+    """Adam and Muon. set_schedule scales the full learning rate of each group, its "base_lr"."""
+    hp = gpt.hp
+    params = parameter_groups(gpt, hp)
+    if not params["matrix"]:
+        raise InputError("CONTROL_TENSOR_NAME_PATTERNS leaves no matrix to Muon: set fewer")
+    embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
+    rates = {"embed": embed_lr, "head": hp.head_lr, "scalar": hp.scalar_lr}
+    adam_groups = [{"params": params[name], "lr": rates[name]} for name in rates if params[name]]
+    adam_groups[0]["weight_decay"] = hp.embed_weight_decay
+    settings = {"betas": (hp.beta1, hp.beta2), "weight_decay": hp.adam_weight_decay}
+    adam = torch.optim.AdamW(adam_groups, **settings, eps=hp.adam_eps, fused=True)
+    settings = {"momentum": hp.muon_momentum, "backend_steps": hp.muon_backend_steps}
+    settings |= {"weight_decay": hp.muon_weight_decay, "equal_rows": hp.muon_equal_rows}
+    dtype = torch.bfloat16 if gpt.dtype == torch.bfloat16 else torch.float32
+    muon = Muon(params["matrix"], hp.matrix_lr, **settings, dtype=dtype, compiled=compiled)
+    for group in adam.param_groups + muon.param_groups:
+        group["base_lr"] = group["lr"]
+    return [adam, muon]
+
+
+# ---- Schedules -------------------
+def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
+    """Fraction of the run that is done, in steps or in training time, whichever is larger."""
+    cap_ms = 1000 * hp.max_wallclock_seconds
+    in_time = elapsed_ms / cap_ms if cap_ms > 0 else 0.0
+    return min(max(step / max(hp.iterations, 1), in_time), 1.0)
+
+
+def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
+    """Learning-rate multiplier at this step (from 0) and training time: 1, then linear to 0
+    WARMDOWN_FRAC > 0      over that fraction of the run, in steps or time, whichever ends first
+    no wallclock cap       over the last WARMDOWN_ITERS steps
+    with a cap             over the time that WARMDOWN_ITERS steps take; ITERATIONS is ignored
+    """
+    if hp.warmdown_frac > 0:
+        return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)
+    if hp.warmdown_iters <= 0:
+        return 1.0
+    if hp.max_wallclock_seconds <= 0:
+        return min(max(hp.iterations - step, 0) / hp.warmdown_iters, 1.0)
+    remaining_ms = max(1000 * hp.max_wallclock_seconds - elapsed_ms, 0.0)
+    warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)
+    return remaining_ms / warmdown_ms if remaining_ms < warmdown_ms else 1.0
+
+
+def muon_momentum(hp: Hyperparameters, step: int) -> float:
+    warmup_steps = hp.muon_momentum_warmup_steps
+    done = min(step / warmup_steps, 1.0) if warmup_steps > 0 else 1.0
+    return (1 - done) * hp.muon_momentum_warmup_start + done * hp.muon_momentum
+
+
+def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentum: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group["base_lr"]
+            if isinstance(optimizer, Muon):
+                group["momentum"] = momentum
+
+
+def set_stage(gpt: GPT, done: float) -> None:
+    """Switch to what a run has at this progress: loops, the length of the context."""
+    gpt.set_looping(done >= gpt.hp.loop_from)
+    gpt.context = next(length for length, end in gpt.hp.context_stages() if done < end)
+
+
+# ---- Data ------------------------
+SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1, tokens, zeros
+WAYS_TO_DATA = """\
+  get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
+  or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
+  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata"""
+
+
+def load_data_shard(path: str | Path) -> Tensor:
+    """The tokens of a shard, uint16 (n,), memory-mapped. Raises InputError naming the file."""
+    size = os.path.getsize(path)
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if header != [20240520, 1, (size - SHARD_HEADER_BYTES) / 2]:
+        raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
+    words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
+    return words[SHARD_HEADER_BYTES // 2 :]
+
+
+class TokenStream:
+    """The tokens of all shards that match a pattern, in name order, forever."""
+
+    def __init__(self, pattern: str, vocab_size: int = 2**16) -> None:
+        self.vocab_size = vocab_size
+        self.paths = sorted(glob.glob(pattern))
+        self.shards = [load_data_shard(path) for path in self.paths]
+        if not any(map(len, self.shards)):
+            raise InputError(f"DATA_PATH has no tokens in {pattern}\n{WAYS_TO_DATA}")
+        self.shard = 0  # index of the current shard
+        self.position = 0  # of the next token in it
+
+    def take(self, n: int) -> Tensor:
+        """The next n tokens, uint16 (n,)."""
+        parts = []
+        while n > 0:
+            part = self.shards[self.shard][self.position : self.position + n]
+            largest = part.numpy().max(initial=0)
+            if largest >= self.vocab_size:
+                path, size = self.paths[self.shard], self.vocab_size
+                raise InputError(f"{path}: token id {largest} exceeds VOCAB_SIZE={size}: raise it")
+            parts.append(part)
+            n -= len(part)
+            self.position += len(part)
+            if self.position >= len(self.shards[self.shard]):
+                self.shard = (self.shard + 1) % len(self.shards)
+                self.position = 0
+        return torch.cat(parts)
+
+
+class DistributedTokenLoader:
+    """Gives each rank its own part of one token stream. A step reads the same tokens for any W."""
+
+    sequence = 0  # with SHUFFLE, index of the next step's first sequence in the run
+
+    def __init__(
+        self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
+    ) -> None:
+        self.stream = TokenStream(pattern, vocab_size)
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
+
+    def next_batch(
+        self, global_tokens: int, seq_len: int, grad_accum_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 (B, T), of one micro-step. global_tokens: of the whole step."""
+        span = global_tokens // (self.world_size * grad_accum_steps) + 1
+        tokens = self.stream.take(self.world_size * span)
+        tokens = upload(tokens.view(-1, span)[self.rank], self.device).to(torch.int64)
+        return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
+
+
+def shuffle(index: int, n: int, seed: str) -> int:
+    """Map index to its place in a random order of range(n), without storing that order."""
+    bits = max(n.bit_length(), 2)
+    draw = random.Random(seed)
+    keys = [(draw.getrandbits(bits) | 1, draw.getrandbits(bits)) for _ in range(4)]
+    while True:  # until the result is below n
+        for odd, offset in keys:  # each round maps 0 ... 2**bits - 1 one to one onto itself
+            index = (index * odd + offset) % 2**bits
+            index ^= index >> bits // 2
+        if index < n:
+            return index
+
+
+class ShuffledTokenLoader(DistributedTokenLoader):
+    """Gives each rank its part of a step's sequences of T + 1 tokens. Any number of ranks reads the
+    same step. Each epoch has all sequences once, in a new random order (#726, #1394)."""
+
+    seed = 0
+
+    def next_batch(
+        self, global_tokens: int, seq_len: int, grad_accum_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 (B, T), of one micro-step. global_tokens: of the whole step."""
+        B = global_tokens // (self.world_size * grad_accum_steps * seq_len)
+        first = self.sequence + self.rank * B
+        self.sequence += self.world_size * B
+        counts = [max(len(shard) - 1, 0) // seq_len for shard in self.stream.shards]
+        if sum(counts) == 0:
+            raise InputError(f"no train shard has {seq_len} tokens and a target: use shorter rows")
+        rows = [self.take_sequence(i, seq_len, counts) for i in range(first, first + B)]
+        tokens = upload(torch.stack(rows), self.device).to(torch.int64)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def take_sequence(self, index: int, seq_len: int, counts: list[int]) -> Tensor:
+        """Sequence `index` of the run, uint16 (T + 1,). counts: sequences in each shard."""
+        epoch, index = divmod(index, sum(counts))
+        index = shuffle(index, sum(counts), f"{self.seed} {epoch}")
+        shard = 0
+        while index >= counts[shard]:
+            index -= counts[shard]
+            shard += 1
+        self.stream.shard, self.stream.position = shard, index * seq_len
+        return self.stream.take(seq_len + 1)
+
+
+def open_loader(
+    hp: Hyperparameters, rank: int, world_size: int, device: torch.device, seed: int = 0
+) -> DistributedTokenLoader:
+    """The loader of the train shards. seed: of the order, with SHUFFLE."""
+    kind = ShuffledTokenLoader if hp.shuffle else DistributedTokenLoader
+    loader = kind(hp.files("train"), rank, world_size, device, hp.vocab_size)
+    loader.seed = seed
+    return loader
+
+
+# ---- Runtime ---------------------
+@dataclass
+class Log:
+    """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
+
+    waiting: list[str] = field(default_factory=list)
+    file: TextIO | None = None
+    is_terminal: bool = False
+
+    def open(self, hp: Hyperparameters, source: bytes) -> None:
+        """Call this late, so that an input error leaves no file."""
+        path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
+        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
+        gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            print(source.decode(), "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
+        except OSError as error:
+            raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
+        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        for line in (str(path), *self.waiting):
+            self(line)
+
+    def __call__(self, line: str) -> None:
+        if self.file is None:
+            self.waiting.append(line)
+            return
+        with contextlib.suppress(OSError):  # a full disk
+            print(line, file=self.file)
+        self.show(f"{line}\n")
+
+    def status(self, text: str) -> None:
+        """Show text on a terminal until the next line."""
+        if self.is_terminal:
+            self.show(text[: (shutil.get_terminal_size().columns or 80) - 1])
+
+    def show(self, text: str) -> None:
+        clear_line = "\r\x1b[K" if self.is_terminal else ""
+        try:
+            print(clear_line + text, end="", flush=True)
+        except OSError:  # the terminal or pipe is gone
+            sys.stdout = None  # else Python would fail at its exit
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process's rank, device and log."""
+
+    rank: int
+    world_size: int  # W
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    compiled: bool
+    source: bytes = b""  # of this file, when the run began
+    log: Log = field(default_factory=Log)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        values = [value] * self.world_size
+        if dist.is_initialized():
+            dist.all_gather_object(values, value)
+        return values
+
+    def from_rank_0(self, job: Callable[[], Any]) -> Any:
+        """Call job on rank 0 alone. Returns its result, or raises its user error, on all ranks."""
+        box: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                box = [job()]
+            except (InputError, OSError) as error:
+                box = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], Exception):
+            raise box[0]
+        return box[0]
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU."""
+    num_gpus = torch.cuda.device_count()
+    if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        raise InputError(f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs: set DEVICE=cpu")
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return torch.device("cuda", local_rank)
+
+
+def open_runtime(hp: Hyperparameters) -> Runtime:
+    """Open the device and, under torchrun, the process group."""
+    distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank = int(os.environ["RANK"]) if distributed else 0
+    world_size = int(os.environ["WORLD_SIZE"]) if distributed else 1
+    if world_size <= 0 or hp.batch_slots % world_size != 0:
+        raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
+    device = open_device(hp, int(os.environ.get("LOCAL_RANK", "0")))
+    on_gpu = device.type == "cuda"
+    if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
+        # Waiting threads spin. If another program takes a core, one thread less is faster.
+        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
+    if distributed:
+        # On one node, the store outlives a restart, with old addresses and an error flag of NCCL.
+        store, _, _ = next(dist.rendezvous("env://"))
+        store.delete_key("exception_dump")
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        # gloo syncs the clock on the CPU, so that the GPU queue never drains.
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.barrier()
+    has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    auto = "bf16" if has_bf16 else "fp32"
+    dtype = DTYPES[auto if hp.dtype == "auto" else hp.dtype]
+    compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
+    return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
+
+
+def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Raise InputError if ranks differ in script, knobs, dtype, torch or sizes of data files."""
+    may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
+    facts = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
+    facts |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
+    paths = filter(os.path.isfile, [*glob.glob(hp.files("*")), hp.tokenizer_path])
+    facts["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
+    first, *others = runtime.gather(facts)
+    for rank, other in enumerate(others, start=1):
+        if differ := [name for name in first | other if first.get(name) != other.get(name)]:
+            raise InputError(f"ranks 0 and {rank} differ in {', '.join(differ)}: make these equal")
+
+
+class Stopwatch:
+    """Wall-clock training time, without pauses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_module = torch.get_device_module(device)
+        self.reset(0.0)
+
+    def reset(self, elapsed_ms: float) -> None:
+        self.before_ms = elapsed_ms
+        self.started: float | None = None  # in seconds; None while it is paused
+        self.last_step: Any = None  # event at its end
+
+    def start(self) -> None:
+        """If paused, wait for the device and start."""
+        if self.started is None:
+            self.device_module.synchronize()
+            self.started = time.perf_counter()
+
+    def pause(self) -> None:
+        self.device_module.synchronize()
+        self.reset(self.elapsed_ms())
+
+    def lap(self) -> None:
+        """Call after each step. Waits for the step before it: the device always has one queued."""
+        previous = self.last_step
+        self.last_step = self.device_module.Event()
+        self.last_step.record()
+        if previous is not None:
+            previous.synchronize()
+
+    def elapsed_ms(self) -> float:
+        if self.started is None:
+            return self.before_ms
+        return self.before_ms + 1000 * (time.perf_counter() - self.started)
+
+    def report(self, step: int) -> str:
+        elapsed_ms = self.elapsed_ms()
+        return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
+
+
+# ---- Evaluation ------------------
+# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
+# context, windows may begin EVAL_STRIDE tokens apart. The first window with a target scores it.
+def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
+    """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
+    size = tokenizer.vocab_size()
+    num_bytes = np.zeros(size, dtype=np.int64)  # of each piece, without a leading space
+    has_text = np.zeros(size, dtype=bool)
+    leading_space = np.zeros(size, dtype=bool)
+    for i in range(size):
+        if tokenizer.IsControl(i) or tokenizer.IsUnknown(i) or tokenizer.IsUnused(i):
+            continue
+        piece = tokenizer.IdToPiece(i).translate({1: None, 2: None})  # marks of CaseOps: no bytes
+        has_text[i] = True
+        leading_space[i] = piece.startswith("\u2581")  # SentencePiece's mark for a space
+        text = piece.removeprefix("\u2581").replace("\u2581", " ")  # pieces of several words
+        num_bytes[i] = 1 if tokenizer.IsByte(i) else len(text.encode())
+    spaces = leading_space[tokens[1:]] & has_text[tokens[:-1]]
+    return int(num_bytes[tokens[1:]].sum() + spaces.sum())
+
+
+def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
+    """Check that most of the first 100 documents survive decoding and re-encoding."""
+    starts = np.flatnonzero(tokens == tokenizer.bos_id())[:100]
+    documents = [document[1:2000].tolist() for document in np.split(tokens, starts)[1:]]
+    pairs = zip(documents, tokenizer.encode(tokenizer.decode(documents)), strict=True)
+    # A cut may change the tokens before it, so only first halves are compared.
+    same = [ids[: len(ids) // 2] == again[: len(ids) // 2] for ids, again in pairs]
+    return 2 * sum(same) >= len(same)
+
+
+class Validation:
+    """The validation split, cut to whole sequences plus one target."""
+
+    def __init__(self, hp: Hyperparameters) -> None:
+        self.hp = hp
+        T = hp.train_seq_len
+        knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
+        try:
+            tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
+        except (OSError, RuntimeError) as error:
+            raise InputError(f"{knob}: {error}\n{WAYS_TO_DATA}") from None
+        if tokenizer.bos_id() != 1 and (hp.document_mask or hp.smear_channels > 0):
+            advice = "set DOCUMENT_MASK=0 and SMEAR_CHANNELS=0, or another tokenizer"
+            raise InputError(f"{knob}: its BOS is not 1: {advice}")
+        size = tokenizer.vocab_size()
+        if size != hp.vocab_size:
+            advice = f"set TOKENIZER_PATH to the shards' tokenizer, or VOCAB_SIZE={size}"
+            raise InputError(f"{knob} has {size} pieces, not VOCAB_SIZE={hp.vocab_size}: {advice}")
+        stream = TokenStream(hp.files("val"), hp.vocab_size)
+        tokens = stream.take(sum(len(shard) for shard in stream.shards))
+        whole = (len(tokens) - 1) // T  # sequences
+        if whole == 0:
+            raise InputError(f"{len(tokens)} validation tokens are too few for TRAIN_SEQ_LEN={T}")
+        kept = min(max(hp.max_val_tokens // T, 1), whole) if hp.max_val_tokens > 0 else whole
+        self.tokens = tokens[: kept * T + 1]  # uint16
+        self.num_bytes = count_bytes(tokenizer, self.tokens.numpy())
+        self.is_tokenizer_right = retokenizes(tokenizer, tokens.numpy())
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Convert a mean loss in nats per token."""
+        return loss / math.log(2) * (len(self.tokens) - 1) / self.num_bytes
+
+    def format(self, loss: float, digits: int = 4) -> str:
+        """A score as the log shows it."""
+        return f"val_loss:{loss:.{digits}f} val_bpb:{self.bits_per_byte(loss):.{digits}f}"
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    tokens: Tensor,
+    stride: int,
+    hp: Hyperparameters,
+    runtime: Runtime,
+    hints: Tensor | None = None,
+) -> Tensor:
+    """Losses in nats of tokens[1:], fp32 (n,), in windows that begin `stride` apart: those that
+    this rank scores, zeros elsewhere. FineWeb's 62 million take 248 MB on each rank."""
+    T = hp.train_seq_len
+    num_targets = len(tokens) - 1
+    starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
+    first_new = torch.cat((starts[:1], starts[:-1] + T))  # targets before it are already scored
+    my_first = len(starts) * runtime.rank // runtime.world_size
+    my_end = len(starts) * (runtime.rank + 1) // runtime.world_size
+    batch_size = max(min(hp.val_batch_size // hp.batch_slots // T, my_end - my_first), 1)
+    losses = torch.zeros(num_targets + 1, device=runtime.device)  # the last place is a spare
+    model.eval()
+    for i in range(my_first, my_end, batch_size):
+        runtime.log.status(f"validation: window {i - my_first} of {my_end - my_first}")
+        # The last batch is padded with its last window: a new shape would recompile the model.
+        window_ids = torch.arange(i, i + batch_size).clamp(max=my_end - 1)
+        places = starts[window_ids, None] + torch.arange(T)  # (B, T)
+        spans = [tokens[start + k : start + k + T] for k in (0, 1) for start in starts[window_ids]]
+        inputs, targets = upload(torch.stack(spans), runtime.device).long().view(2, -1, T)
+        places[places < first_new[window_ids, None]] = num_targets  # the spare
+        hint_ids = None
+        if hints is not None:
+            rows = [hints[start : start + T] for start in starts[window_ids]]
+            hint_ids = upload(torch.stack(rows), runtime.device).long()
+        losses[upload(places, runtime.device)] = model(inputs, targets, "none", hint_ids)
+    model.train()
+    return losses[:-1]
+
+
+def mean_loss(losses: Tensor, runtime: Runtime) -> float:
+    """Mean over all targets, on every rank. losses: as evaluate returns them."""
+    return sum(runtime.gather(losses.sum(dtype=torch.float64).item())) / len(losses)
+
+
+def final_losses(model: nn.Module, validation: Validation, runtime: Runtime) -> Tensor:
+    """Losses of the final score, as evaluate returns them. Test-time training belongs here."""
+    hp, tokens = validation.hp, validation.tokens
+    hints = ngram_hints(tokens, hp, runtime) if hp.tilt_boost > 0 else None
+    if hp.lora_rank > 0:
+        return lora_ttt(model, tokens, hp, runtime, hints)
+    stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
+    return evaluate(model, tokens, stride, hp, runtime, hints)
+
+
+# ---- Test-time training ----------
+# Adapters for each document (#1530), phases (#1610, #1626), kept A (#1787).
+LORA_ALPHA = 144  # adapters are scaled by this / rank, as a part of the initial A unless A is kept
+LORA_PHASE_TOKENS = 32_768  # of a step of all weights
+LORA_SHORT_CHUNKS = ((256, 8), (2000, 24))  # targets of a group's longest document, chunk (#2014)
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer and, for each of n documents, a low-rank adapter B @ A that is added to
+    its weight (Hu et al., 2021)."""
+
+    def __init__(
+        self, linear: CastedLinear, n: int, hp: Hyperparameters, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        rank = hp.lora_rank
+        self.linear = linear
+        rows, columns = linear.weight.shape
+        device = linear.weight.device
+        self.scale = LORA_ALPHA / rank if hp.lora_keep else 1.0  # a small A can learn more
+        bound = LORA_ALPHA / rank / self.scale / math.sqrt(columns)
+        A = torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
+        self.A = nn.Parameter(A.to(device).repeat(n, 1, 1))
+        self.B = nn.Parameter(torch.zeros(n, rows, rank, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (n, T, columns), or flattened (n*T, columns) as the output layer gets it."""
+        own = x.reshape(len(self.A), -1, x.size(-1))  # the rows of each document
+        update = own @ self.A.mT.to(x.dtype) @ self.B.mT.to(x.dtype)
+        return self.linear(x) + self.scale * update.reshape(*x.shape[:-1], -1)
+
+
+def add_lora(gpt: GPT, n: int) -> list[nn.Parameter]:
+    """Freeze gpt and give each linear layer adapters for n documents. Returns them."""
+    gpt.requires_grad_(False)
+    if gpt.lm_head is None:
+        gpt.lm_head = share_embedding(gpt)
+    generator = torch.Generator().manual_seed(gpt.hp.seed)  # every rank draws the same A
+    for parent in list(gpt.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, CastedLinear) and name not in gpt.hp.lora_skip:
+                setattr(parent, name, LoRA(layer, n, gpt.hp, generator))
+    return [param for param in gpt.parameters() if param.requires_grad]
+
+
+def score_documents(
+    model: nn.Module,
+    adapters: list[nn.Parameter],
+    places: list[slice],
+    tokens: Tensor,
+    hints: Tensor | None,
+    hp: Hyperparameters,
+) -> Tensor:
+    """Losses of the documents at these places, longest first, one per row; shorter rows are padded.
+    The adapters, which must be new, take a step on each chunk after it is scored. Nothing here
+    waits for the GPU."""
+    T, device = hp.train_seq_len, adapters[0].device
+    longest = places[0].stop - places[0].start  # targets
+    sizes = [chunk for most, chunk in LORA_SHORT_CHUNKS if hp.lora_short_chunks and longest <= most]
+    chunk = min(max([*sizes, hp.lora_chunk][0], 1), T)
+    rows = torch.zeros(len(adapters[0]), longest + T + 1, dtype=torch.int64)
+    hint_rows = torch.full((len(rows), longest + T), -1)
+    num_targets = torch.zeros(len(rows), 1, dtype=torch.int64)
+    for i, place in enumerate(places):  # the last group may leave rows empty
+        num_targets[i] = n = place.stop - place.start
+        rows[i, : n + 1] = tokens[place.start : place.stop + 1]  # with the next BOS
+        if hints is not None:
+            hint_rows[i, :n] = hints[place]
+    rows, hint_rows, num_targets = (upload(x, device) for x in (rows, hint_rows, num_targets))
+    settings = {"betas": (0.0, 0.99), "eps": 1e-10, "weight_decay": max(hp.lora_weight_decay, 0.0)}
+    optimizer = torch.optim.AdamW(adapters, max(hp.lora_lr, 0.0), **settings, fused=True)
+    scored = []
+    for start in range(0, longest, chunk):
+        end = start + chunk
+        first = max(end - T, 0)  # of the window
+        # Four lengths at most, so that at most four graphs are compiled.
+        last = first + next(T // k for k in (8, 4, 2, 1) if T // k >= end - first)
+        window = rows[:, first : last + 1]
+        inputs, targets = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        hint_ids = None if hints is None else hint_rows[:, first:last].contiguous()
+        losses = model(inputs, targets, "none", hint_ids)[:, start - first : end - first]
+        scored.append(losses.detach())
+        if end >= longest:
+            break  # nothing is left to score
+        (losses * (end < num_targets)).sum().div(chunk).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat(scored, dim=1)
+
+
+def train_on_documents(
+    gpt: GPT, model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Runtime
+) -> None:
+    """Train gpt's weights on scored tokens by one epoch of SGD. model: gpt, maybe compiled. Any
+    number of ranks takes the same steps, up to rounding."""
+    T = hp.train_seq_len
+    num_rows = (len(tokens) - 1) // T
+    firsts = range(0, num_rows, max(LORA_PHASE_TOKENS // T, 1))  # rows with which a step begins
+    params = list(gpt.requires_grad_(True).parameters())
+    for param in params:
+        param.grad = torch.zeros_like(param)  # this rank may get no row
+    optimizer = torch.optim.SGD(params, momentum=0.9)
+    for step, first in enumerate(firsts):
+        runtime.log.status(f"lora_ttt: step {step} of {len(firsts)} of all weights")
+        rows = range(first, min(first + firsts.step, num_rows))
+        for row in rows[runtime.rank :: runtime.world_size]:
+            window = upload(tokens[row * T : row * T + T + 1], runtime.device)
+            window = window[None].to(torch.int64)
+            loss = model(window[:, :-1].contiguous(), window[:, 1:].contiguous())
+            (loss / len(rows)).backward()
+        if dist.is_initialized():
+            for param in params:
+                dist.all_reduce(param.grad)
+        nn.utils.clip_grad_norm_(params, 1.0)
+        factor = (1 + math.cos(math.pi * step / max(len(firsts) - 1, 1))) / 2
+        optimizer.param_groups[0]["lr"] = factor * hp.lora_phase_lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    gpt.requires_grad_(False)
+
+
+def split_documents(tokens: Tensor, hp: Hyperparameters) -> list[slice]:
+    """Split the targets, tokens[1:], after each BOS: places of documents, longest first."""
+    bos = SentencePieceProcessor(model_file=hp.tokenizer_path).bos_id()
+    starts = np.flatnonzero(tokens[1:-1].numpy().astype(np.uint16) == bos) + 1
+    bounds = [0, *starts.tolist(), len(tokens) - 1]
+    places = [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    # A group takes as long as its longest document.
+    return sorted(places, key=lambda place: place.stop - place.start, reverse=True)
+
+
+def copy_model(model: nn.Module, hp: Hyperparameters, runtime: Runtime) -> GPT:
+    """A copy of the model's weights, in fp32, with windows of LORA_CONTEXT tokens."""
+    trained = next(module for module in model.modules() if isinstance(module, GPT))
+    context = hp.lora_context if hp.lora_context > 0 else hp.train_seq_len
+    gpt = GPT(Hyperparameters(**asdict(hp) | {"train_seq_len": context}), trained.dtype)
+    gpt.load_state_dict(trained.state_dict())
+    return gpt.to(runtime.device).float().eval()  # a bf16 embedding would lose small steps
+
+
+def lora_ttt(
+    model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Runtime, hints: Tensor | None
+) -> Tensor:
+    """Losses as evaluate returns them. A copy of the model scores each document by itself, from
+    its BOS to the next one, with adapters that its earlier chunks have trained. Each phase ends
+    with steps of the copy's weights on all documents scored so far."""
+    places = split_documents(tokens, hp)
+    n = min(max(hp.lora_documents, 1), len(places))
+    groups = [places[i : i + n] for i in range(0, len(places), n)]
+    phases = range(max(hp.lora_phases, 0) + 1)
+    ends = [math.ceil(phase * max(hp.lora_phase_documents, 0) / n) for phase in phases]
+    ends = [*(min(end, len(groups)) for end in ends), len(groups)]  # in groups
+    knobs = f"LORA_RANK={hp.lora_rank} LORA_LR={hp.lora_lr} LORA_CHUNK={hp.lora_chunk}"
+    runtime.log(f"lora_ttt: {knobs} LORA_DOCUMENTS={hp.lora_documents} documents:{len(places)}")
+    gpt = copy_model(model, hp, runtime)
+    adapted = deepcopy(gpt, {id(param): param for param in gpt.parameters()})  # shares the weights
+    adapters = add_lora(adapted, n)
+    initial = [adapter[:1].detach().clone() for adapter in adapters]  # of any document
+    # Without DistributedDataParallel: each rank has adapters and documents of its own.
+    models = [gpt, adapted]
+    if runtime.compiled:
+        models = [torch.compile(model, dynamic=False, fullgraph=True) for model in models]
+    losses = torch.zeros(len(tokens) - 1, device=runtime.device)
+    starts: dict[int, list[Tensor]] = {}  # adapters with which a slot's next group begins
+    for first, end in zip(ends[:-1], ends[1:], strict=True):
+        if 0 < first < end:
+            scored_places = places[: n * first]
+            parts = [*(tokens[p] for p in scored_places), tokens[scored_places[-1].stop :][:1]]
+            train_on_documents(gpt, models[0], torch.cat(parts), hp, runtime)
+        for i in range(first, end):
+            slot = i % hp.batch_slots  # with groups of its own, so that any number of ranks fits
+            if slot % runtime.world_size != runtime.rank:
+                continue
+            runtime.log.status(f"lora_ttt: group {i} of {len(groups)}")
+            with torch.no_grad():
+                for adapter, value in zip(adapters, starts.get(slot, initial), strict=True):
+                    adapter.copy_(value)
+            rows = score_documents(models[1], adapters, groups[i], tokens, hints, gpt.hp)
+            for place, row in zip(groups[i], rows, strict=False):
+                losses[place] = row[: place.stop - place.start]
+            if hp.lora_keep:  # each A, but no B
+                pairs = enumerate(zip(adapters, initial, strict=True))
+                starts[slot] = [b if k % 2 else a.detach().clone() for k, (a, b) in pairs]
+    return losses
+
+
+# ---- Hints -----------------------
+# n-gram tilt (#1145, #1514). #2135 counts in the stream's order, which no decoder can follow if
+# documents are scored in another order: TILT_ORDER.
+def join_equals(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the order that brings equal keys together, oldest first, and for each place in this
+    order the first place with its key."""
+    order = keys.argsort(stable=True)
+    is_first = F.pad(keys[order].diff() != 0, (1, 0), value=True)
+    return order, (is_first * torch.arange(len(keys), device=keys.device)).cummax(dim=0).values
+
+
+def find_hints(inputs: Tensor, targets: Tensor, num_tokens: int, share: float) -> Tensor:
+    """Return for each target the token that followed the last num_tokens inputs most often before
+    (of equals, the first to do so as often), if it did in this share of the cases; else -1."""
+    n = len(targets)
+    contexts = torch.zeros_like(inputs)
+    for age in reversed(range(min(num_tokens, n))):
+        contexts *= 6_364_136_223_846_793_005  # a hash, modulo 2**64
+        contexts[age:] += inputs[: n - age] + 1
+    order, first = join_equals(contexts)
+    targets = targets[order]
+    places = torch.arange(n, device=targets.device)
+    by_target, first_equal = join_equals(first * 2**16 + targets)
+    counts = torch.empty_like(places)  # how often the target has followed the context, now included
+    counts[by_target] = places + 1 - first_equal
+    highest = (first * n + counts).cummax(dim=0).values  # first: each context starts anew
+    is_new = F.pad(highest.diff() > 0, (1, 0), value=True)
+    leaders = targets[(is_new * places).cummax(dim=0).values]
+    seen = places - first  # how often the context came before
+    is_hint = (highest.roll(1) - first * n) / seen.double() >= share
+    hints = torch.empty_like(targets)
+    hints[order] = torch.where(is_hint & (seen > 0), leaders.roll(1), -1)
+    return hints
+
+
+def ngram_hints(tokens: Tensor, hp: Hyperparameters, runtime: Runtime) -> Tensor:
+    """The hint of each target, tokens[1:], int64 (n,); -1: none."""
+    tokens = tokens.long()
+    order = torch.arange(len(tokens) - 1)  # in which targets are counted
+    if hp.lora_rank > 0 and hp.tilt_order == "decoding":  # one document after the other
+        order = torch.cat([order[place] for place in split_documents(tokens, hp)])
+    pair = (upload(part, runtime.device) for part in (tokens[order], tokens[order + 1]))
+    hints = torch.empty_like(order)
+    hints[order] = find_hints(*pair, hp.tilt_tokens, hp.tilt_share).cpu()
+    runtime.log(f"ngram_tilt: hints:{(hints >= 0).sum()}")
+    return hints
+
+
+# ---- Files -----------------------
+def compress(data: bytes) -> bytes:
+    return zlib.compress(data, 9)
+
+
+def decompress(data: bytes) -> bytes:
+    return lzma.decompress(data) if data.startswith(b"\xfd7zXZ") else zlib.decompress(data)
+
+
+def copy_tensors(value: Any, device: torch.device | str) -> Any:
+    """Copy value, with all its tensors on the device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), value)
+
+
+def serialize(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(copy_tensors(obj, "cpu"), buffer)  # a view would be saved with its whole storage
+    return buffer.getvalue()
+
+
+def deserialize(data: bytes, name: str) -> dict[str, Any]:
+    """Decompress if needed, then load. Runs no code from the file. Raises InputError on damage."""
+    try:
+        if not data.startswith(b"PK"):  # as files of torch.save do
+            data = decompress(data)
+        if damaged := zipfile.ZipFile(io.BytesIO(data)).testzip():
+            raise ValueError(f"the checksum of {damaged} is wrong")
+        return decode_values(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    except Exception as error:  # of any type; torch's text goes on with unsafe advice
+        problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+        raise InputError(f"{name} is damaged or not a model file: {problem}") from None
+
+
+def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
+    """Load a state_dict. name: of its file, for the error if names or shapes differ."""
+    try:
+        gpt.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:300]
+        advice = "use the script, recipes and knobs of its training (final_result.json next to it)"
+        raise InputError(f"{name} does not fit: {advice}: {problem}") from None
+
+
+def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
+    """Load the bytes of an artifact, a checkpoint or a state_dict. name: of the file."""
+    weights = deserialize(data, name)
+    if "__quant_format__" in weights:
+        weights = dequantize_state_dict_int8(weights)
+    elif "optimizers" in weights:
+        weights = weights["model"]
+    load_model(gpt, weights, name)
+
+
+def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
+    """Write a temporary file and rename it. If that fails, log a warning and return False."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # a power cut must not leave an empty file under the new name
+        os.replace(temporary, path)
+        return True
+    except OSError as error:
+        log(f"WARNING: {path} cannot be written: {error.strerror}")
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # leave the space to smaller files
+        return False
+
+
+# ---- Export ----------------------
+SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
+WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
+INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
+INT8_CLIP_QUANTILE = 0.9999984
+
+
+def clip_rows(rows: Tensor) -> Tensor:
+    """Clamp each row to a high quantile of its absolute values."""
+    clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
+    return rows.clamp(-clip, clip)
+
+
+def quantization_levels(name: str, weight: Tensor, hp: Hyperparameters) -> int:
+    """Levels on each side of zero."""
+    is_matrix = name.startswith("blocks.") and weight.ndim == 2
+    return hp.matrix_levels if is_matrix else hp.embed_levels
+
+
+def quantize_tensor(
+    name: str, weight: Tensor, levels: int, hp: Hyperparameters
+) -> tuple[Tensor, Tensor]:
+    """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
+    tiny = torch.finfo(torch.half).tiny
+    kind = "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
+    k = getattr(hp, f"sd_clip_{kind}")
+    if weight.ndim == 2 and k > 0:  # (#1394)
+        rows = weight.float()
+        scale = (k / levels * rows.std(dim=1, keepdim=True, correction=0)).clamp_min(tiny)
+        stored_scale = scale[:, 0].half()
+    elif weight.ndim == 2:
+        rows = clip_rows(weight.float())
+        floor = max(hp.scale_floor, tiny)
+        scale = (rows.abs().amax(dim=1, keepdim=True) / levels).clamp_min(floor)
+        stored_scale = scale[:, 0].half()
+    else:
+        rows = clip_rows(weight.float().reshape(1, -1))
+        scale = rows.abs().amax() / levels
+        stored_scale = scale = torch.where(scale == 0, 1.0, scale)
+    values = (rows / scale).round().clamp(-levels, levels)
+    return values.to(torch.int8).view(weight.shape), stored_scale
+
+
+def quantize_state_dict_int8(
+    state_dict: Mapping[str, Tensor], hp: Hyperparameters = Hyperparameters()
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Returns the artifact and statistics. People who import this function may leave out hp."""
+    keep_patterns = hp.int8_keep_float_fp32_name_patterns
+    parts = ("quantized", "scales", "dtypes", "passthrough")
+    obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
+    for name, tensor in state_dict.items():
+        tensor = tensor.detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
+            levels = quantization_levels(name, tensor, hp)
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(name, tensor, levels, hp)
+            obj["dtypes"][name] = dtype
+            if tensor.ndim == 2:
+                obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
+        elif tensor.is_floating_point() and is_control_tensor(name, keep_patterns):
+            obj["passthrough"][name] = tensor.float()
+        elif tensor.dtype in (torch.float32, torch.bfloat16):
+            obj["passthrough"][name] = tensor.half()
+            obj.setdefault("passthrough_orig_dtypes", {})[name] = dtype
+        else:
+            obj["passthrough"][name] = tensor
+    stored = ("quantized", "scales", "passthrough")
+    return obj, {
+        "param_count": sum(tensor.numel() for tensor in state_dict.values()),
+        "num_tensors": len(state_dict),
+        "num_float_tensors": len(obj["quantized"]),
+        "num_nonfloat_tensors": sum(not t.is_floating_point() for t in state_dict.values()),
+        "baseline_tensor_bytes": sum(tensor.nbytes for tensor in state_dict.values()),
+        "int8_payload_bytes": sum(t.nbytes for part in stored for t in obj[part].values()),
+    }
+
+
+def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Undo quantize_state_dict_int8: a state_dict in its original dtypes."""
+    tensors = {name: tensor.clone() for name, tensor in obj["passthrough"].items()}
+    for name, values in obj["quantized"].items():
+        scale = obj["scales"][name].float()  # one, or one per row
+        tensors[name] = values.float() * scale.view(-1, *[1] * (values.ndim - 1))
+    for name, start, stop, finer in obj.get("awq", []):
+        tensors[name][:, start:stop] /= finer
+    for name, dtype in (obj["dtypes"] | obj.get("passthrough_orig_dtypes", {})).items():
+        tensors[name] = tensors[name].to(getattr(torch, dtype))
+    return tensors
+
+
+def write_result(hp: Hyperparameters, facts: dict[str, Any], log: Log) -> bool:
+    data = json.dumps({**facts, "knobs": asdict(hp)}, indent=1).encode()
+    return write_file(Path(hp.output_dir, RESULT), data, log)
+
+
+def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes, str]:
+    """Quantize and compress the weights. Returns the artifact, and the log's lines about sizes."""
+    state_dict = gpt.state_dict()
+    obj, stats = quantize_state_dict_int8(state_dict, hp)
+    if hp.gptq_batches > 0 and glob.glob(hp.files("train")):
+        round_by_gptq(gpt, state_dict, obj, runtime)
+    raw = serialize(obj)
+    artifact = lzma.compress(serialize(encode_values(obj))) if hp.rans else compress(raw)
+    plain = len(serialize(state_dict))
+    code = len(runtime.source)
+    payload = stats["int8_payload_bytes"]
+    total = len(artifact) + code
+    return artifact, (
+        f"Serialized model: {plain} bytes\n"
+        f"Code size: {code} bytes\n"
+        f"Total submission size: {plain + code} bytes\n"
+        f"Serialized model int8+zlib: {len(artifact)} bytes (payload:{payload} "
+        f"raw_torch:{len(raw)} payload_ratio:{stats['baseline_tensor_bytes'] / payload:.2f}x)\n"
+        f"Total submission size int8+zlib: {total} bytes\n"
+        f"size_check:{'fits' if total <= SIZE_LIMIT else 'too_large'} limit:{SIZE_LIMIT} "
+        f"bytes_left:{SIZE_LIMIT - total}"
+    )
+
+
+# ---- GPTQ ------------------------
+@torch.no_grad()
+def gather_hessians(gpt: nn.Module, device: torch.device, names: set[str]) -> dict[str, Any]:
+    """Sums of x.T @ x and of n, over the inputs x (n, columns) of the weights with these names."""
+    hp, tied = gpt.hp, gpt.lm_head is None
+    hessians: dict[str, tuple[Tensor, int]] = {}
+    layers = {m: f"{n}.weight" for n, m in gpt.named_modules() if isinstance(m, CastedLinear)}
+    if tied:
+        gpt.lm_head = share_embedding(gpt)
+        layers[gpt.lm_head] = "tok_emb.weight"
+
+    def add_input(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if layers.get(layer) in names:
+            x = inputs[0].flatten(0, -2).float()
+            hessian, n = hessians.get(layers[layer], (0, 0))
+            hessians[layers[layer]] = x.T @ x + hessian, n + len(x)
+
+    # Rank 0 reads all tokens itself, so that any number of ranks gives the same artifact.
+    loader = open_loader(hp, 0, 1, device)
+    gpt.eval()
+    try:
+        with nn.modules.module.register_module_forward_pre_hook(add_input):
+            for _ in range(hp.gptq_batches):
+                batch = loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, hp.batch_slots)
+                gpt.logits(batch[0])
+    finally:
+        gpt.train()
+        gpt.lm_head = None if tied else gpt.lm_head
+    return hessians
+
+
+def find_salient(weights: dict, stacks: dict, hessians: dict, n: int) -> tuple[str, int]:
+    """Find the matrix, and there the first of n adjacent columns, with the largest sum of the root
+    mean square of the inputs times the mean absolute weight (AWQ, Lin et al., 2023)."""
+    found = []
+    for (first, _), names in stacks.items():
+        size = (hessians[first][0].diagonal() / hessians[first][1]).sqrt().cpu()
+        for name in names if len(size) >= n > 0 and "blocks." in first else ():
+            sums = (size * weights[name].abs().mean(dim=0)).unfold(0, n, n).sum(dim=1)
+            found.append((sums.max().item(), name, n * int(sums.argmax())))
+    return max(found, default=(0, "", 0))[1:]
+
+
+def gptq_values(weight: Tensor, scale: Tensor, levels: Tensor, hessian: Tensor) -> Tensor:
+    """Round column by column; later columns make up for the errors (GPTQ, Frantar et al., 2022)."""
+    hessian = hessian.double()
+    diagonal = hessian.diagonal()
+    diagonal[diagonal == 0] = 1.0
+    diagonal += 0.01 * diagonal.mean()
+    order = diagonal.argsort(descending=True)  # the largest inputs first
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian[order][:, order]))
+    factor = torch.linalg.cholesky(inverse, upper=True)
+    factor = (factor / factor.diagonal()[:, None]).float()
+    columns, steps, limits = (x.T[order] for x in (weight, scale, levels))
+    values = torch.empty_like(columns)
+    for start in range(0, len(order), 128):
+        stop = min(start + 128, len(order))
+        errors = torch.empty_like(columns[start:stop])
+        for i in range(start, stop):
+            column = columns[i] - factor[start:i, i] @ errors[: i - start]
+            values[i] = (column / steps[i]).round().clamp(-limits[i], limits[i])
+            errors[i - start] = column - values[i] * steps[i]
+        columns[stop:] -= factor[start:stop, stop:].T @ errors
+    return values[order.argsort()].T.to("cpu", torch.int8).contiguous()
+
+
+def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: Runtime) -> None:
+    """Replace the plainly rounded values. The scales stay."""
+    started = time.perf_counter()
+    stacks: dict[tuple[str, int], list[str]] = {}
+    for name in obj["quantized"]:
+        # c_k and c_v read what c_q reads, so one call rounds the rows of all three.
+        first = name.replace(".c_k.", ".c_q.").replace(".c_v.", ".c_q.")
+        levels = quantization_levels(name, weights[name], gpt.hp)
+        stacks.setdefault((first, levels), []).append(name)
+    n = gpt.hp.awq_columns
+    try:
+        hessians = gather_hessians(gpt, runtime.device, {first for first, _ in stacks})
+        stacks = {key: names for key, names in stacks.items() if key[0] in hessians}
+        salient, start = find_salient(weights, stacks, hessians, n)
+        for (first, levels), names in stacks.items():
+            hessian, _ = hessians[first]
+            stack = torch.cat([weights[name] for name in names]).to(hessian)
+            scales = torch.cat([obj["scales"][name] for name in names]).to(hessian)
+            rows, finer = [len(weights[name]) for name in names], torch.ones_like(stack)
+            if salient in names:
+                finer.split(rows)[names.index(salient)][:, start : start + n] = 127 // levels
+            values = gptq_values(stack, scales[:, None] / finer, levels * finer, hessian)
+            obj["quantized"] |= zip(names, values.split(rows), strict=True)
+            if salient in names:
+                obj["awq"] = [(salient, start, start + n, 127 // levels)]
+    except RuntimeError as error:  # no memory, or a Hessian that is not finite
+        runtime.log(f"WARNING: GPTQ failed, plain rounding for the rest: {error}")
+    runtime.log(f"gptq_time:{1000 * (time.perf_counter() - started):.0f}ms")
+
+
+# ---- Entropy coder ---------------
+RANS_LANES = 512  # independent coders: numpy advances them together
+RANS_CLASSES = 96  # of values by expected size, which doubles every eight classes
+
+
+def as_rows(values: np.ndarray) -> np.ndarray:
+    """Copy to a matrix. Narrow rows are slow to code, so they are joined and padded with zeros."""
+    columns = values.shape[-1] if values.shape[-1] >= 64 else RANS_LANES
+    return np.pad(values.ravel(), (0, -values.size % columns)).reshape(-1, columns)
+
+
+def find_references(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return an earlier row like each row, and its weight in sixteenths: 0 if it saves little."""
+    norms = np.linalg.norm(rows.astype(np.float32), axis=1).clip(1)
+    units = rows / norms[:, None]
+    best, cosine = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.float32)
+    for i in range(0, len(rows), 1024):
+        part = np.tril(units[i : i + 1024] @ units[: i + 1024].T, i - 1)
+        best[i : i + 1024], cosine[i : i + 1024] = part.argmax(1), part.max(1)
+    bits = -rows.shape[1] / 2 * np.log2(1.001 - np.minimum(cosine, 1) ** 2)  # saved, of 20 spent
+    weights = np.where(bits > 20, 16 * cosine * norms / norms[best], 0).round().clip(0, 127)
+    return np.where(weights > 0, best, 0), weights.astype(np.int8)
+
+
+class ValueClasses:
+    """The classes of a row's values: its level, plus the size of earlier values in each column."""
+
+    def __init__(self, columns: int):
+        self.sizes = np.full(columns, 16 << 16)  # sums over the rows, relative to their levels
+        self.count = 16  # begin as after 16 rows of average values
+        self.bounds = np.round(2 ** (16 + np.arange(-31.5, 32) / 8)).astype(np.int64)
+
+    def next_row(self, level: int) -> np.ndarray:
+        bins = self.bounds.searchsorted(self.sizes // self.count)
+        return np.clip(level - 32 + bins, 0, RANS_CLASSES - 1)
+
+    def add(self, row: np.ndarray, level: int) -> None:
+        self.sizes += np.abs(row.astype(np.int64)) * round(2 ** (20 - level / 8))
+        self.count += 1
+
+
+def encode_values(obj: dict[str, Any]) -> dict[str, Any]:
+    """Replace the quantized values by one rANS stream (Duda, 2013), with frequencies for each class
+    of values. A row that resembles an earlier one is stored as the difference."""
+    if not obj["quantized"]:
+        return obj
+    coded, sides, crc = [], [], 0
+    counts = np.zeros((RANS_CLASSES, 256), np.int64)
+    for values in obj["quantized"].values():
+        rows = as_rows(values.numpy())
+        best, weights = find_references(rows)
+        prediction = (weights[:, None].astype(np.int16) * rows[best] + 8) >> 4
+        rest = (rows - prediction).astype(np.int8)  # modulo 256
+        sizes = np.log2(np.abs(rest.astype(np.int16)).mean(1).clip(1 / 16))
+        middle = np.median(sizes)  # from there in steps of two: most rows share one level
+        levels = (32 + round(8 * middle) + 2 * (4 * (sizes - middle)).round()).astype(np.int8)
+        model = ValueClasses(rows.shape[1])
+        classes = np.empty(rows.shape, np.uint8)
+        for row, level, row_classes in zip(rest, levels.tolist(), classes, strict=True):
+            row_classes[:] = model.next_row(level)
+            model.add(row, level)
+        symbols = rest.view(np.uint8)
+        np.add.at(counts, (classes, symbols), 1)
+        coded.append((symbols, classes))
+        sides.append((best, weights, levels))
+        crc = zlib.crc32(rows, crc)
+    # The frequencies of a class add up to 2**16, and no symbol in use has 0.
+    tables = np.maximum((counts << 16) // counts.sum(1, keepdims=True).clip(1), counts > 0)
+    for frequencies in tables:
+        frequencies[frequencies.argmax()] += 2**16 - frequencies.sum()
+    starts = tables.cumsum(1) - tables
+    lanes = np.full(RANS_LANES, 2**31)  # states, always at least 2**31 and below 2**63
+    words = []  # 32 bits of each state that would become too large
+    # The decoder undoes the steps in reverse order, so the encoder begins with the last values.
+    for symbols, classes in reversed(coded):
+        for row, row_classes in zip(symbols[::-1], classes[::-1], strict=True):
+            for i in reversed(range(0, len(row), RANS_LANES)):
+                step = row_classes[i : i + RANS_LANES], row[i : i + RANS_LANES]
+                frequency = tables[step]
+                state = lanes[: len(frequency)]
+                is_full = state >> 47 >= frequency
+                words.append(state[is_full].astype("<u4"))
+                state = np.where(is_full, state >> 32, state)
+                lanes[: len(state)] = (state // frequency << 16) + starts[step] + state % frequency
+    shapes = {name: tuple(values.shape) for name, values in obj["quantized"].items()}
+    stream = np.concatenate(words[::-1]).view(np.int32)
+    parts = (tables.astype(np.int32), lanes, stream, *map(np.concatenate, zip(*sides, strict=True)))
+    return obj | {"quantized": shapes, "rans": (*map(torch.from_numpy, parts), crc)}
+
+
+def decode_values(obj: dict[str, Any]) -> dict[str, Any]:
+    """Undo encode_values. A damaged stream raises some exception, which deserialize catches."""
+    if "rans" not in obj:
+        return dict(obj)
+    *parts, checksum = obj["rans"]
+    tables, lanes, words, *sides = (part.numpy() for part in parts)
+    symbol_at = np.stack([np.repeat(np.arange(256, dtype=np.uint8), row) for row in tables])
+    starts = tables.cumsum(1) - tables
+    side = zip(*(part.tolist() for part in sides), strict=True)
+    values, crc = {}, 0
+    for name, shape in obj["quantized"].items():
+        rows = as_rows(np.zeros(shape, np.int8))
+        model = ValueClasses(rows.shape[1])
+        for row in rows:
+            best, weight, level = next(side)
+            row_classes = model.next_row(level)
+            for i in range(0, len(row), RANS_LANES):
+                classes = row_classes[i : i + RANS_LANES]
+                state = lanes[: len(classes)]
+                slot = state & 0xFFFF
+                symbols = symbol_at[classes, slot]
+                row[i : i + RANS_LANES] = symbols.view(np.int8)
+                state = tables[classes, symbols] * (state >> 16) + slot - starts[classes, symbols]
+                is_low = state < 2**31
+                new, words = np.split(words, [is_low.sum()])
+                state[is_low] = (state[is_low] << 32) | new.view(np.uint32)
+                lanes[: len(state)] = state
+            model.add(row, level)
+            row += ((weight * rows[best].astype(np.int16) + 8) >> 4).astype(np.int8)
+        values[name] = torch.from_numpy(rows.ravel()[: math.prod(shape)]).view(shape)
+        crc = zlib.crc32(rows, crc)
+    if crc != checksum:
+        raise ValueError
+    return obj | {"quantized": values}
+
+
+# ---- State -----------------------
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], cast: bool) -> None:
+    """Restore a saved state_dict, except OPTIMIZER_KNOBS. cast: not with its dtypes."""
+    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    groups = [old | {key: new[key] for key in OPTIMIZER_KNOBS if key in new} for new, old in pairs]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, values in ({} if cast else saved["state"]).items():  # undo torch's cast
+        state = optimizer.state[params[i]]
+        state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
+
+
+@dataclass(repr=False)  # signal.getsignal would format all tensors
+class TrainingState:
+    """All that a step reads or changes. An average of the weights, for example, belongs here."""
+
+    hp: Hyperparameters
+    runtime: Runtime
+    gpt: GPT
+    model: nn.Module  # gpt, compiled and wrapped
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler  # keeps small gradients above zero in fp16; else it does nothing
+    loader: DistributedTokenLoader
+    stopwatch: Stopwatch
+    step: int = 0
+    train_loss: float = 0.0  # of the last logged step, the mean of all ranks
+    val_loss: float = 0.0  # of the last validation
+    signum: int = 0  # of the first signal that this rank got; 0: none
+    files: dict[Path, bool] = field(default_factory=dict)  # final files; True: written
+    ema: dict[str, Tensor] = field(default_factory=dict)  # fp32 averages of gpt's parameters
+
+    def update_ema(self) -> None:
+        """Average in the weights of a step. Those of n steps ago count decay**n; the initial
+        weights do not count."""
+        decay = self.hp.ema_decay
+        weights = {name: param.detach().float() for name, param in self.gpt.named_parameters()}
+        if not self.ema:
+            self.ema = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        share = (1 - decay) / (1 - decay**self.step)
+        torch._foreach_lerp_(list(self.ema.values()), list(weights.values()), share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy to the CPU everything that a resumed run needs and that warm_up restores."""
+        state = {
+            "step": self.step,
+            "train_ms": self.stopwatch.elapsed_ms(),
+            "knobs": asdict(self.hp),
+            "stream": (self.loader.stream.shard, self.loader.stream.position),
+            "sequence": self.loader.sequence,
+            "shards": [len(shard) for shard in self.loader.stream.shards],
+            "model": self.gpt.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema,
+        }
+        return copy_tensors(state, "cpu")
+
+    def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
+        load_model(self.gpt, saved["model"], name)
+        cast = any(saved["model"][key].dtype != p.dtype for key, p in self.gpt.named_parameters())
+        for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
+            load_optimizer(optimizer, saved_optimizer, cast)
+        if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
+            self.scaler.load_state_dict(saved["scaler"])
+        stream = self.loader.stream
+        stream.shard, stream.position = saved["stream"]
+        if stream.shard >= len(stream.shards):
+            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
+        self.step = saved["step"]
+        self.loader.sequence = saved["sequence"]
+        self.ema = copy_tensors(saved["ema"], self.runtime.device)
+        self.stopwatch.reset(saved["train_ms"])
+
+    def request_stop(self, signum: int, frame: Any) -> None:
+        """Signal handler: stop after the current step. Further signals change nothing."""
+        self.signum = self.signum or signum
+
+
+def new_state(hp: Hyperparameters, runtime: Runtime) -> TrainingState:
+    """The state before the first step. Data, knobs and SEED determine it."""
+    random.seed(hp.seed)
+    np.random.seed(hp.seed)
+    torch.manual_seed(hp.seed)  # CPU and CUDA
+    loader = open_loader(hp, runtime.rank, runtime.world_size, runtime.device, hp.seed)
+    gpt = GPT(hp, runtime.dtype).to(runtime.device)
+    optimizers = build_optimizers(gpt, runtime.compiled)
+    model = wrap(gpt, runtime.compiled)
+    scaler = torch.amp.GradScaler(runtime.device.type, enabled=runtime.dtype == torch.float16)
+    clock = Stopwatch(runtime.device)
+    return TrainingState(hp, runtime, gpt, model, optimizers, scaler, loader, clock)
+
+
+def save_checkpoint(state: TrainingState) -> bool:
+    """Pause the clock and write a checkpoint. Rank 0 writes it; False if it could not."""
+    state.stopwatch.pause()
+    if state.runtime.rank != 0:
+        return True
+    path, log = state.hp.checkpoint_path(), state.runtime.log
+    saved = state.state_dict()
+    if not all(weight.isfinite().all() for weight in saved["model"].values()):
+        log(f"WARNING: {path} is not replaced: weights are not finite at step:{state.step}")
+        return False
+    if not write_file(path, serialize(saved), log):
+        return False
+    log(f"checkpoint:{path} step:{state.step}")
+    return True
+
+
+def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to resume from, if any. Older scripts saved no knobs, shards or scaler."""
+    own = hp.checkpoint_path()
+    path = own if hp.resume == "auto" else Path(hp.resume)
+    if own.is_file() and path.resolve() != own.resolve():
+        raise InputError(f"{own} exists: set RESUME=auto to resume it, or another RUN_ID")
+    if path.is_file():
+        saved = deserialize(path.read_bytes(), str(path))
+        saved = {"knobs": {}, "shards": None, "scaler": {}} | saved
+        if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
+            raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
+        return path, saved
+    if hp.resume in ("", "auto"):
+        return None, {}  # a new run
+    raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
+
+
+def load_checkpoint(state: TrainingState) -> None:
+    """Resume from the checkpoint that RESUME names, if any. Rank 0 reads it for all."""
+    hp, log = state.hp, state.runtime.log
+    path, saved = state.runtime.from_rank_0(lambda: read_checkpoint(hp))
+    if path is None:
+        if hp.resume == "auto":
+            log(f"resume:{hp.checkpoint_path()} does not exist, a new run begins")
+        return
+    own = state.state_dict()
+    if missing := sorted(own.keys() - saved.keys()):
+        raise InputError(f"{path} has no {', '.join(missing)}: resume a checkpoint of this script")
+    if dropped := sorted(saved.keys() - own.keys()):
+        log(f"WARNING: {', '.join(dropped)} of {path} is dropped: this script does not have it")
+    old, new = (p["knobs"] | {"train_shards": p["shards"], "resume": ""} for p in (saved, own))
+    patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
+    if old.get(patterns, new[patterns]) != new[patterns]:
+        raise InputError(f"{path} has other {patterns.upper()}: set them, or use its recipes")
+    state.load_state_dict(saved, str(path))
+    changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
+    log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
+
+
+# ---- Training --------------------
+def train_step(state: TrainingState) -> Tensor:
+    """Take one optimizer step. Returns the mean loss of this rank's tokens."""
+    hp = state.hp
+    grad_accum_steps = hp.batch_slots // state.runtime.world_size
+    total_loss = torch.zeros((), device=state.runtime.device)
+    for optimizer in state.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    for micro_step in range(grad_accum_steps):
+        # Each slot has its own seed, so that any number of ranks draws the same dropout.
+        slot = micro_step * state.runtime.world_size + state.runtime.rank
+        torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
+        if dist.is_initialized():
+            # Gradients add up on each rank. Only the last micro-step leaves their mean over the
+            # ranks in param.grad: one exchange a step. DDP reads this flag in its forward pass.
+            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+        slot = hp.train_batch_tokens // hp.batch_slots
+        row = slot if hp.whole_documents else state.gpt.context
+        batch = state.loader.next_batch(hp.train_batch_tokens, row, grad_accum_steps)
+        loss = state.model(*batch) * (1 / grad_accum_steps)
+        state.scaler.scale(loss).backward()
+        total_loss += loss.detach()
+    for optimizer in state.optimizers:
+        state.scaler.unscale_(optimizer)
+    if hp.grad_clip_norm > 0:
+        nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
+    for optimizer in state.optimizers:
+        state.scaler.step(optimizer)  # does nothing if a gradient is not finite, on all ranks alike
+    state.scaler.update()  # lowers the scale then, and raises it now and then
+    return total_loss
+
+
+def warm_up(state: TrainingState) -> None:
+    """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
+    wanted = state.hp.warmup_steps
+    start = state.state_dict()
+    set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
+    # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
+    num_steps = max(wanted, int(dist.is_initialized()))
+    for step in range(1, num_steps + 1):
+        state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
+        # The warm-up visits all stages, so that the training compiles nothing.
+        set_stage(state.gpt, (step - 1) / max(num_steps - 1, 1))
+        train_step(state)
+        for name, param in state.gpt.named_parameters():  # DDP refuses a second step without one
+            if param.requires_grad and param.grad is None:
+                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
+        if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
+            state.runtime.log(f"warmup_step:{step}/{wanted}")
+    state.load_state_dict(start)
+
+
+def validate(state: TrainingState, validation: Validation) -> None:
+    """Pause the clock and log the validation loss."""
+    hp = state.hp
+    state.stopwatch.pause()
+    losses = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
+    state.val_loss = mean_loss(losses, state.runtime)
+    score, times = validation.format(state.val_loss), state.stopwatch.report(state.step)
+    state.runtime.log(f"step:{state.step}/{hp.iterations} {score} {times}")
+
+
+def set_signal_action(action: Any) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
+            signal.signal(signum, action)
+
+
+def log_step(state: TrainingState, rank_loss: Tensor) -> None:
+    """Log a step that is due. Show the step and the time left on a terminal."""
+    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
+    name = f"step:{state.step}/{hp.iterations}"
+    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
+        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
+    elapsed_ms = stopwatch.elapsed_ms()
+    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
+    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
+    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
+
+
+def train(state: TrainingState, validation: Validation) -> int:
+    """Train up to a limit or a signal. Returns the signal's number; 0: none."""
+    hp, gather = state.hp, state.runtime.gather
+    cap_ms = 1000 * hp.max_wallclock_seconds
+    set_signal_action(state.request_stop)
+    while True:  # all exits are at the top, where all ranks agree
+        clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
+        elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
+        set_stage(state.gpt, progress(hp, state.step, elapsed_ms))
+        if state.step >= hp.iterations or 0 < cap_ms <= elapsed_ms:
+            state.stopwatch.pause()
+            return 0  # a finished run is exported, whatever its loss
+        if not math.isfinite(state.train_loss):
+            raise InputError(f"train_loss is {state.train_loss}: set lower learning rates")
+        if signum > 0:
+            return signum
+        if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
+            validate(state, validation)
+        state.stopwatch.start()
+        factor = max(lr_factor(hp, state.step, elapsed_ms), hp.min_lr)
+        set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
+        rank_loss = train_step(state)
+        state.stopwatch.lap()
+        state.step += 1
+        if hp.ema_decay > 0:
+            state.update_ema()
+        log_step(state, rank_loss)
+        if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
+            save_checkpoint(state)
+
+
+def stop(state: TrainingState, signum: int) -> int:
+    """Save a checkpoint after a signal. Returns the exit code."""
+    command = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
+    advice = command if save_checkpoint(state) else "not saved"
+    state.runtime.log(f"stopped: signal:{signum} step:{state.step}/{state.hp.iterations}: {advice}")
+    return 128 + signum
+
+
+def log_warnings(validation: Validation, runtime: Runtime) -> None:
+    """Warn of variables that are almost a knob, of a wrong tokenizer and of an unusable GPU."""
+    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
+    for name in sorted(os.environ.keys() - {*knobs}):
+        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
+            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+    if not validation.is_tokenizer_right:
+        runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
+    if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
+        runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
+
+
+def finish(state: TrainingState) -> tuple[bytes, str]:
+    """Write knobs, weights and artifact. Returns, on rank 0, the artifact and its report."""
+    hp, log = state.hp, state.runtime.log
+    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
+        save_checkpoint(state)
+    state.gpt.load_state_dict(state.gpt.state_dict() | state.ema)
+    artifact, report = b"", ""
+    if state.runtime.rank == 0:
+        paths = [Path(hp.output_dir, name) for name in (WEIGHTS, ARTIFACT, RESULT)]
+        for path in paths if any(map(Path.is_file, paths)) else ():  # keep an older run's, as a set
+            kept = path.with_name("previous") / path.name
+            with contextlib.suppress(OSError):
+                os.renames(path, kept) if path.is_file() else kept.unlink()
+        write_result(hp, {}, log)
+        state.files[paths[0]] = write_file(paths[0], serialize(state.gpt.state_dict()), log)
+        artifact, report = export(state.gpt, hp, state.runtime)
+        state.files[paths[1]] = write_file(paths[1], artifact, log)
+    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
+    if state.signum:
+        log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
+        signal.raise_signal(state.signum)
+    return artifact, report
+
+
+def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
+    """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
+    log_warnings(validation, runtime)
+    stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
+    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}")
+    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
+
+
+def log_end(state: TrainingState, validation: Validation, artifact: bytes, report: str) -> int:
+    """Log the end of the training, then score the artifact. Returns the exit code."""
+    hp, runtime, train_ms = state.hp, state.runtime, state.stopwatch.elapsed_ms()
+    if state.step < hp.iterations:
+        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
+        runtime.log(f"stopping_early: wallclock_cap {end}")
+    if len(set(runtime.gather(zipfile.crc32(serialize(state.gpt.state_dict()))))) > 1:
+        runtime.log("WARNING: replicas: the ranks have different weights")
+    elif runtime.world_size > 1:
+        runtime.log("replicas:identical")
+    if runtime.device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
+    runtime.log(report)
+    data = runtime.from_rank_0(lambda: artifact)
+    load_weights(state.gpt, data, "the exported artifact")
+    started = time.perf_counter()
+    loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
+    eval_ms = 1000 * (time.perf_counter() - started)
+    bpb, pre_quant_bpb = map(validation.bits_per_byte, (loss, state.val_loss))
+    facts = {"val_loss": loss, "val_bpb": bpb, "pre_quant_val_loss": state.val_loss}
+    facts |= {"pre_quant_val_bpb": pre_quant_bpb, "eval_ms": eval_ms}
+    facts |= {"steps": state.step, "train_ms": train_ms}
+    facts |= {"bytes_total": len(data) + len(runtime.source), "bytes_code": len(runtime.source)}
+    if runtime.rank == 0:
+        state.files[Path(hp.output_dir, RESULT)] = write_result(hp, facts, runtime.log)
+    runtime.log(f"files: {shlex.join(str(path) for path, ok in state.files.items() if ok)}")
+    log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
+    return int(not all(state.files.values()) or not math.isfinite(loss))
+
+
+# ---- main ------------------------
+def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Build the demo's data, unless they exist or other paths are set."""
+    if hp.preset != "demo" or not {hp.data_path, hp.tokenizer_path} <= {*DEMO.values()}:
+        return
+    builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
+    builder = next(filter(Path.is_file, builders), builders[0])
+    command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise InputError(f"PRESET=demo: {result.stderr.strip()}")
+    runtime.log(result.stdout.rstrip())
+
+
+def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
+    hp = gpt.hp
+    cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
+    tied = hp.tie_embeddings
+    defaults = asdict(Hyperparameters(run_id=hp.run_id))  # RUN_ID is random and left out
+    knobs = [f"{k.upper()}={v}" for k, v in asdict(hp).items() if v != defaults[k]]
+    runtime.log(
+        f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}\n"
+        f"train_loader:dataset:{Path(hp.data_path).resolve().name} "
+        f"train_shards:{len(glob.glob(hp.files('train')))}\n"
+        f"val_loader:shards pattern={os.path.join(hp.data_path, 'fineweb_val_*.bin')} "
+        f"tokens:{len(validation.tokens) - 1}\n"
+        f"model_params:{sum(param.numel() for param in gpt.parameters())}\n"
+        f"world_size:{runtime.world_size} grad_accum_steps:{hp.batch_slots // runtime.world_size}\n"
+        f"sdp_backends:cudnn={cudnn} flash=True mem_efficient=True math=True\n"
+        f"attention_mode:gqa num_heads:{hp.num_heads} num_kv_heads:{hp.num_kv_heads}\n"
+        f"tie_embeddings:{tied} embed_lr:{hp.tied_embed_lr if tied else hp.embed_lr} "
+        f"head_lr:{0.0 if tied else hp.head_lr} matrix_lr:{hp.matrix_lr} scalar_lr:{hp.scalar_lr}\n"
+        f"train_batch_tokens:{hp.train_batch_tokens} train_seq_len:{hp.train_seq_len} "
+        f"iterations:{hp.iterations} warmup_steps:{hp.warmup_steps} "
+        f"max_wallclock_seconds:{hp.max_wallclock_seconds:.3f}\n"
+        f"seed:{hp.seed}\nknobs:{' '.join(knobs)}\n"
+        f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
+        f"cpu_threads:{torch.get_num_threads()}"
+    )
+    log_warnings(validation, runtime)
+
+
+def run() -> int:
+    """Run with the knobs of the environment. Returns the exit code."""
+    hp = Hyperparameters.from_env(os.environ)
+    runtime = open_runtime(hp)
+    prepare_demo(hp, runtime)
+    compare_ranks(hp, runtime)
+    state = new_state(hp, runtime)
+    validation = Validation(hp)
+    log_settings(state.gpt, validation, runtime)
+    load_checkpoint(state)
+    if runtime.rank == 0:
+        runtime.log.open(hp, runtime.source)
+    warm_up(state)
+    signum = train(state, validation)
+    if signum > 0:
+        return stop(state, signum)
+    artifact, report = finish(state)
+    validate(state, validation)
+    return log_end(state, validation, artifact, report)
+
+
+def leave(job: Callable[[], int]) -> NoReturn:
+    """Run a job and exit with its code, or with 1 after an error. Also for tools."""
+    with contextlib.suppress(AttributeError):  # if stdout is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters it cannot show
+    try:
+        code = job()
+        if dist.is_initialized():
+            # All ranks leave together. Destroying the process group could hang in gloo's thread.
+            dist.barrier()
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        code = 1
+        if isinstance(error, InputError):
+            error.__traceback__ = None  # the message is enough
+        sys.excepthook(type(error), error, error.__traceback__)
+    if dist.is_initialized():
+        with contextlib.suppress(AttributeError, OSError):
+            sys.stdout.flush()  # os._exit does not flush
+        os._exit(code)  # the interpreter's own exit may hang or abort in gloo's threads
+    sys.exit(code)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--help"]:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for --help | head
+        print(__doc__, inspect.getsource(Hyperparameters).split("    def ")[0], sep="\n")
+        return
+    if len(sys.argv) > 1:
+        sys.exit(f"{sys.argv[1]!r}: knobs are environment variables, see --help")
+    leave(run)
+
+
+if __name__ == "__main__":
+    main()
