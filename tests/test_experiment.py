@@ -122,7 +122,7 @@ def test_another_script_with_a_knob_of_its_own(tmp_path, run):
     row = ledger(tmp_path / "out")[-1]
     assert (code, row["change"], row["pairs"]) == (1, "GAIN_POWER=0.5", "1")
     code, _, errors = run(*command)
-    assert code == 2 and "the last commit has no mine.py: name the baseline" in errors
+    assert code == 2 and "the last commit has no mine.py: name a baseline" in errors
 
 
 def test_an_edit_that_ignores_seed_is_an_error(tmp_path, run):
@@ -133,7 +133,7 @@ def test_an_edit_that_ignores_seed_is_an_error(tmp_path, run):
     command = ["--base", str(SCRIPT), "--script", str(script), "--out", str(tmp_path / "out")]
     code, output, errors = run(*command, "--seeds", "1", "2")
     assert "pair 1: gain" in output and "pair 2: gain" not in output
-    words = "candidate: seeds 1 and 2 end with the same loss, so that its pairs are one pair"
+    words = "candidate: seeds 1 and 2 end with the same loss: let the script use hp.seed"
     assert code == 2 and words in errors and errors.count("\n") == 1
 
 

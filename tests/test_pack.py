@@ -63,7 +63,6 @@ def test_a_script_may_have_a_byte_order_mark_or_a_coding_line(tmp_path):
 
 PROGRAMS = (
     "bench_step", "compare_runs", "demo_curve", "experiment", "forecast", "gpu_report", "pack",
-    "step_picture",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from scipy import optimize, special, stats
 
 ALPHA = 0.01  # probability that a limit of the interval is ever wrong
+SCORES = {"nats": "val_loss", "bits per byte": "val_bpb"}  # figures of a run by unit
 EFFECTS = np.array([0.5, 1, 2, 4, 8, 16])  # true gains to look for, in standard deviations
 
 

@@ -31,21 +31,14 @@ from matplotlib.figure import Figure
 from scipy import stats
 from trained import printable
 
-SCORES = {"nats": "val_loss", "bits per byte": "val_bpb"}  # figures by unit
 # Facts in which all finished runs should agree.
 SHARED_FACTS = ("data", "validation", "batch", "length", "time_limit", "stride")
 # Columns of the table: width and format.
 COLUMNS = {
-    "seed": (8, ".0f"),
-    "steps": (7, ".0f"),
-    "ms_per_step": (13, ".2f"),
-    "tokens_per_second": (19, ",.0f"),
-    "val_loss": (10, ".6f"),
-    "val_bpb": (10, ".6f"),
-    "memory_mib": (12, ".0f"),
-    "artifact_bytes": (16, ",.0f"),
-    "total_bytes": (13, ",.0f"),
-}
+    "seed": (8, ".0f"), "steps": (7, ".0f"), "ms_per_step": (13, ".2f"),
+    "tokens_per_second": (19, ",.0f"), "val_loss": (10, ".6f"), "val_bpb": (10, ".6f"),
+    "memory_mib": (12, ".0f"), "artifact_bytes": (16, ",.0f"), "total_bytes": (13, ",.0f"),
+}  # fmt: skip
 AVERAGED = [name for name in COLUMNS if name not in ("seed", "steps", "memory_mib")]
 
 
@@ -96,9 +89,7 @@ def find_warnings(groups: list[Group]) -> list[str]:
             continue  # expected
         if values := list_different(runs, fact):
             warnings.append(f"the runs differ in {fact}: {values}")
-    for group in groups:
-        if group.name == "runs":
-            continue
+    for group in groups if groups[0].name != "runs" else ():
         seeds = group.values("seed")
         if repeat := group.find_repeat():
             warnings.append(f"{group.name}: {repeat}")
@@ -122,21 +113,15 @@ def pair_by_seed(sides: list[list[Run]]) -> list[tuple[Run, Run]]:
 
 def run_welch(sides: list[list[Run]], unit: str, by: float, alpha: float) -> tuple[bool, str]:
     """Run Welch's t-test: is the candidate better by more than `by`? Returns also a text."""
-    texts = []
-    for name in dict.fromkeys(("bits per byte", unit)):  # nats of different tokens say nothing
-        baseline, candidate = (
-            np.array([run.figures[SCORES[name]] for run in side]) for side in sides
-        )
-        test = stats.ttest_ind(baseline, candidate, equal_var=False)
-        low, high = test.confidence_interval()
-        texts.insert(0, f"{(low + high) / 2:.4f} {name} ({low:.4f} to {high:.4f})")
-    greater = {"equal_var": False, "alternative": "greater"}
-    p = stats.ttest_ind(baseline, candidate + by, **greater).pvalue
-    verdict = "no, it is worse" if high < 0 else "shown" if p < alpha else "not shown"
-    return p < alpha, (
-        f"all runs, with the 95 % confidence interval: {', '.join(texts)}\n"
-        f"  better by more than {by:g} {unit}? {verdict} (p = {p:.2g})"
+    baseline, candidate = (
+        np.array([run.figures[anytime.SCORES[unit]] for run in side]) for side in sides
     )
+    low, high = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval()
+    margin = {"equal_var": False, "alternative": "greater"}
+    p = stats.ttest_ind(baseline, candidate + by, **margin).pvalue
+    verdict = "no, it is worse" if high < 0 else "shown" if p < alpha else "not shown"
+    gain = f"{(low + high) / 2:.5f} {unit}, 95 % confidence interval {low:.5f} to {high:.5f}"
+    return p < alpha, f"all runs: {gain}\n  better by more than {by:g}? {verdict} (p = {p:.2g})"
 
 
 def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
@@ -155,7 +140,9 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
         return 2, f"not tested: SCORES OF DIFFERENT STRIDES ({strides}): {advice}"
     unit = common_unit(runs, tolerance=1e-6)
     if pairs := pair_by_seed(sides):
-        gains = [a.figures[SCORES[unit]] - b.figures[SCORES[unit]] for a, b in pairs]
+        gains = [
+            a.figures[anytime.SCORES[unit]] - b.figures[anytime.SCORES[unit]] for a, b in pairs
+        ]
         is_shown = anytime.verdict(gains, by, alpha) == "better"
         text = f"{len(pairs)} pairs of one seed: {anytime.describe(gains, unit, by, alpha)}\n"
         text += f"  {anytime.describe_evidence(gains, by, alpha)}"

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
+import anytime
 import torch
-from anytime import claims_that_stand, describe, describe_evidence, evidence, interval, verdict
 from jobs import Machine, Run, Side, show, train
 from trained import OWN, SCRIPT, load_script, printable
 
@@ -53,10 +53,9 @@ def write_scripts(args: Namespace) -> str:
     elif not args.set:
         sources[0] = git(args.script, "show", f"HEAD:./{args.script.name}")
     if not sources[0]:
-        problem = f"the last commit has no {args.script.name}"
-        raise ValueError(f"{problem}: name the baseline with --base FILE")
-    for name, source in zip(("baseline", "candidate"), sources, strict=True):
-        (args.out / f"{name}.py").write_bytes(source)
+        raise ValueError(f"the last commit has no {args.script.name}: name a baseline with --base")
+    (args.out / "baseline.py").write_bytes(sources[0])
+    (args.out / "candidate.py").write_bytes(sources[1])
     texts = [importlib.util.decode_source(source).splitlines() for source in sources]
     diff = difflib.unified_diff(*texts, n=0)
     lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s]", line)]
@@ -70,7 +69,7 @@ def check_knobs(names: list[str], known: list[str]) -> None:
         advice = f"did you mean {near[0]}?" if near else "see `train_gpt.py --help`"
         path = SCRIPT.parent / RECORD
         record = fields(load_script(path).Hyperparameters) if path.is_file() else ()
-        if name in [knob.name.upper() for knob in record]:
+        if name.lower() in [knob.name for knob in record]:
             advice = f"it is a knob of {RECORD}: add --script {RECORD}"
         raise ValueError(f"{name} is not a knob of the candidate: {advice}")
 
@@ -108,7 +107,7 @@ class Experiment:
     args: Namespace
     pairs: list[tuple[Run, Run]]
     row: dict[str, str]
-    figure: str = "val_loss"
+    unit: str = "nats"
     gains: list[float] = field(default_factory=list)  # of the first pairs
 
     def is_over(self) -> bool:
@@ -119,11 +118,16 @@ class Experiment:
                 return time.monotonic() > self.args.deadline
             if baseline["val_loss"] == candidate["val_loss"]:
                 raise ValueError("the change does nothing: both sides end with the same loss")
-            self.check_seeds()
+            for first, run in zip(self.pairs[0], pair, strict=True):
+                if first is not run and first.result()["val_loss"] == run.result()["val_loss"]:
+                    same = f"seeds {first.seed} and {run.seed} end with the same loss"
+                    advice = "let the script use hp.seed, or all pairs are one"
+                    raise ValueError(f"{run.side.name}: {same}: {advice}")
             per_nat = [result["val_bpb"] / result["val_loss"] for result in results]
             # Nats per token cannot be compared between tokenizers.
-            self.figure = "val_loss" if math.isclose(*per_nat, rel_tol=1e-6) else "val_bpb"
-            self.gains.append(baseline[self.figure] - candidate[self.figure])
+            self.unit = "nats" if math.isclose(*per_nat, rel_tol=1e-6) else "bits per byte"
+            figure = anytime.SCORES[self.unit]
+            self.gains.append(baseline[figure] - candidate[figure])
             self.judge()
             show(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}\n")
             if len(self.gains) == 1:
@@ -131,16 +135,6 @@ class Experiment:
             if self.row["verdict"] != "not yet" and not self.args.seeds:
                 break
         return True
-
-    def check_seeds(self) -> None:
-        """Raise ValueError if a side of the next pair repeats its run with another seed."""
-        for runs in zip(*self.pairs[: len(self.gains) + 1], strict=True):
-            losses = [run.result()["val_loss"] for run in runs]
-            first = runs[losses.index(losses[-1])]
-            if first is not runs[-1]:
-                same = f"seeds {first.seed} and {runs[-1].seed} end with the same loss"
-                problem = f"{first.side.name}: {same}, so that its pairs are one pair"
-                raise ValueError(f"{problem}: the script ignores SEED, let it use hp.seed")
 
     def show_forecast(self) -> None:
         """Say after the first pair whether three pairs fit into --minutes."""
@@ -158,12 +152,12 @@ class Experiment:
 
     def judge(self) -> None:
         """Write the verdict to the ledger, once there is a pair."""
-        low, high = interval(self.gains)
+        low, high = anytime.interval(self.gains)
         numbers = {"gain": fmean(self.gains or [math.nan]), "low": low, "high": high}
         self.row |= {name: f"{number:.5f}" for name, number in numbers.items()}
-        self.row["evidence"] = f"{evidence(self.gains, self.args.by):.3g}"
-        self.row["verdict"] = verdict(self.gains, self.args.by)
-        self.row["unit"] = self.unit()
+        self.row["evidence"] = f"{anytime.evidence(self.gains, self.args.by):.3g}"
+        self.row["verdict"] = anytime.verdict(self.gains, self.args.by)
+        self.row["unit"] = self.unit
         self.row["pairs"] = str(len(self.gains))
         if not self.gains:
             return
@@ -178,11 +172,8 @@ class Experiment:
         if not write_file(path, text.encode(), warnings.append):
             raise ValueError(warnings[0])
 
-    def unit(self) -> str:
-        return "nats" if self.figure == "val_loss" else "bits per byte"
-
     def __str__(self) -> str:
-        return describe(self.gains, self.unit(), self.args.by)
+        return anytime.describe(self.gains, self.unit, self.args.by)
 
     def compare_times(self) -> str:
         """The time of a step in proportion, from pairs that were trained side by side."""
@@ -196,9 +187,9 @@ class Experiment:
     def report(self) -> int:
         """Print the result. Returns the exit code."""
         self.judge()
-        if time.monotonic() > self.args.deadline:
-            show("\n--minutes are over: the same command goes on from here\n")
-        show(f"\ngain: {self}\n{describe_evidence(self.gains, self.args.by)}\n")
+        if self.row["verdict"] == "not yet" and time.monotonic() > self.args.deadline:
+            show("--minutes are over: the same command goes on from here\n")
+        show(f"\ngain: {self}\n{anytime.describe_evidence(self.gains, self.args.by)}\n")
         runs = [run for pair in self.pairs[: len(self.gains)] for run in pair]
         is_capped = any(run.result()["steps"] < run.side.hp.iterations for run in runs)
         show(f"{self.compare_times()}\n")
@@ -206,7 +197,7 @@ class Experiment:
             show("WARNING: the time limit ended runs that shared the CPU: use --jobs 1\n")
         rows = read_ledger(self.args.ledger)
         better = sum(row["verdict"] == "better" for row in rows)
-        stand = sum(claims_that_stand([float(row["evidence"]) for row in rows]))
+        stand = sum(anytime.claims_that_stand([float(row["evidence"]) for row in rows]))
         counts = f"changes tried: {len(rows)}, better: {better}, stand together: {stand}"
         show(f"{self.args.ledger}: {counts}\n")
         last = ("unit", "pairs", "gain", "low", "high", "evidence", "verdict")

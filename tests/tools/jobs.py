@@ -1,5 +1,6 @@
 """Train several runs at a time, show how far they are, stop and resume them. For experiment.py."""
 
+import json
 import math
 import re
 import shutil
@@ -13,7 +14,6 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from logs import STEP_LINE
-from trained import saved_facts
 
 
 @dataclass
@@ -63,7 +63,8 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """final_result.json of a finished run, and ms_per_step."""
-        facts = saved_facts(self.folder / "final_result.json")
+        path = self.folder / "final_result.json"
+        facts = json.loads(path.read_bytes()) if path.is_file() else {}
         loss = facts.get("val_loss")  # null if it was not finite
         is_over = self.process is None or self.process.returncode == 0
         if not is_over or loss is None or not math.isfinite(loss):

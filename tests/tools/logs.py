@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,11 +28,6 @@ FACT_LINES = (
     r"(?P<score>\S+) val_loss:(?P<val_loss>\d+\.\d{8}) val_bpb:(?P<val_bpb>\d+\.\d{8})( .*)?$",
 )
 OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # of this project
-# Figures of a run, as far as they are known, in the order of compare_runs.py's table.
-FIGURES = (
-    "seed", "steps", "ms_per_step", "tokens_per_second", "val_loss", "val_bpb", "memory_mib",
-    "artifact_bytes", "total_bytes",
-)  # fmt: skip
 
 
 @dataclass
@@ -43,7 +39,7 @@ class Run:
     facts: dict[str, str | None] = field(default_factory=dict)
     train: dict[int, float] = field(default_factory=dict)  # loss in nats per token, by step
     val: dict[int, float] = field(default_factory=dict)
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)  # facts that are numbers
     unfinished: str = ""  # the last line of a log without a final line
     bpb_per_nat: float = math.nan  # bits per byte of a loss of 1 nat per token; nan: unknown
 
@@ -71,7 +67,9 @@ def read_run(path: Path) -> Run:
     if run.facts.keys() >= {"tokens", "ms_per_step"}:
         milliseconds = float(run.facts["ms_per_step"]) or math.nan
         run.facts["tokens_per_second"] = str(1000 * int(run.facts["tokens"]) / milliseconds)
-    run.figures = {name: float(run.facts[name]) for name in FIGURES if name in run.facts}
+    for name, text in run.facts.items():
+        with suppress(TypeError, ValueError):
+            run.figures[name] = float(text)
     if "val_loss" in run.figures:  # with more digits than in a step's line
         run.bpb_per_nat = run.figures["val_bpb"] / run.figures["val_loss"]
     else:
