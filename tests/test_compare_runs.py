@@ -138,7 +138,7 @@ def test_without_pairs_the_verdict_is_that_of_welchs_test(tmp_path, capsys):
     shown = "better by more than 0.005? shown (p = 0.008)"
     for baseline, candidate, more, code, words in [
         (BASELINE, CANDIDATE, "", 0, "all runs: 0.01178 nats, 95 % confidence interval 0.0069"),
-        (BASELINE, CANDIDATE, "", 0, f" to 0.01662\n  {shown}\n"),
+        (BASELINE, CANDIDATE, "", 0, f"4 to 0.01663\n  {shown}\n"),
         (BASELINE, CANDIDATE, "--alpha=0.005", 1, "not shown (p = 0.008)"),
         (CANDIDATE, BASELINE, "--by=0", 1, "no, it is worse (p = 1)"),
         (BASELINE, [3.4], "", 2, "not tested: candidate: 1 finished"),

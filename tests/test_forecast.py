@@ -5,7 +5,7 @@ import os
 import forecast
 import pack
 import pytest
-from runs import SCRIPT
+from runs import ROOT, SCRIPT
 
 
 @pytest.fixture
@@ -32,3 +32,11 @@ def test_a_forecast_adds_artifact_and_packed_code(tmp_path, sizes_of):
     sizes_of(script, "0.3", code=1)
     with pytest.raises(SystemExit, match="2"):
         forecast.main([str(tmp_path / "none.py")])
+
+
+@pytest.mark.baseline
+@pytest.mark.records
+@pytest.mark.parametrize("preset", ["record1394", "record1855", "record2014", "record2135"])
+def test_a_record_fits(preset, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PRESET": preset})
+    assert forecast.main([str(ROOT / "tests/records/train_record.py")]) == 0

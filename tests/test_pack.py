@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, SCRIPT, finished, run_ranks
+from runs import ROOT, SCRIPT, finished, run_here, run_ranks
+from trained import load_script
 
 PACK = ROOT / "tests" / "tools" / "pack.py"
 MODULE = """\
@@ -31,6 +32,15 @@ def test_a_minified_script_trains_on_two_ranks(tmp_path, knobs):
     lines = finished(run_ranks(tmp_path, knobs, 2, [packed])[0])
     assert f"Code size: {packed.stat().st_size} bytes" in lines
     assert packed.stat().st_size < 0.3 * SCRIPT.stat().st_size
+
+
+@pytest.mark.baseline
+def test_a_minified_record_scores_as_the_record(tmp_path, knobs):
+    script, packed = ROOT / "tests/records/train_record.py", tmp_path / "packed.py"
+    run(tmp_path, PACK, "--minify", script, packed).check_returncode()
+    environ = {**knobs, "XSA_LAYERS": "1", "SKIP_GATES": "1"}
+    runs = [run_here(tmp_path / path.stem, environ, load_script(path)) for path in (script, packed)]
+    assert finished(runs[0])[-1] == finished(runs[1])[-1]
 
 
 def test_a_minified_module_can_be_inspected(tmp_path):
