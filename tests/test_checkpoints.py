@@ -115,11 +115,11 @@ def test_a_checkpoint_in_bf16_can_go_on_in_fp32(tmp_path, long_knobs):
 
 
 def test_the_current_rates_apply_and_the_rest_of_a_group_is_restored(long_knobs):
-    state = train_gpt.new_state(Hyperparameters.from_env(long_knobs), ALONE)
+    state = train_gpt.TrainingState(Hyperparameters.from_env(long_knobs), ALONE)
     train_step(state)
     state.optimizers[0].param_groups[-1]["custom"] = 5
     new = {"SCALAR_LR": "0.5", "BETA1": "0.75", "ADAM_EPS": "0.125"}
-    other = train_gpt.new_state(Hyperparameters.from_env({**long_knobs, **new}), ALONE)
+    other = train_gpt.TrainingState(Hyperparameters.from_env({**long_knobs, **new}), ALONE)
     other.load_state_dict(state.state_dict())
     scalar = other.optimizers[0].param_groups[-1]
     assert (scalar["base_lr"], scalar["betas"][0], scalar["eps"]) == (0.5, 0.75, 0.125)

@@ -74,8 +74,8 @@ def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(hp, monk
     monkeypatch.setattr(train_gpt, "build_optimizers", build_optimizers)
     bf16 = dataclasses.replace(ALONE, dtype=torch.bfloat16)
     whole, resumed = (
-        train_gpt.new_state(hp, bf16),
-        train_gpt.new_state(dataclasses.replace(hp, resume="auto"), bf16),
+        train_gpt.TrainingState(hp, bf16),
+        train_gpt.TrainingState(dataclasses.replace(hp, resume="auto"), bf16),
     )
     train_gpt.warm_up(whole)  # an error if the bias has no effect
     for step in range(4):

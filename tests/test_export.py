@@ -124,7 +124,7 @@ def test_without_qmeta_a_scale_with_one_dimension_is_one_per_row():
 
 @pytest.fixture(scope="module")
 def gpt(quantized_knobs) -> train_gpt.GPT:
-    return train_gpt.new_state(Hyperparameters.from_env(quantized_knobs), ALONE).gpt
+    return train_gpt.TrainingState(Hyperparameters.from_env(quantized_knobs), ALONE).gpt
 
 
 def export(gpt: train_gpt.GPT, source: bytes) -> tuple[bytes, list[str]]:

@@ -118,7 +118,7 @@ def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_p
     tokens = np.random.default_rng(0).integers(1024, size=600_000)
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     hp = Hyperparameters(data_path=str(tmp_path))
-    state = train_gpt.new_state(hp, on_gpu(torch.bfloat16, True))
+    state = train_gpt.TrainingState(hp, on_gpu(torch.bfloat16, True))
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):  # in the second one there is optimizer state
         train_gpt.train_step(state)
@@ -129,7 +129,7 @@ def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_p
 def test_a_training_step_never_waits_for_the_gpu(knobs, compiled):
     """Neither does the schedule. Only the stopwatch may, for the step before."""
     hp = Hyperparameters.from_env({**knobs, "GRAD_CLIP_NORM": "1", "DEVICE": "cuda"})
-    state = train_gpt.new_state(hp, on_gpu(torch.bfloat16, compiled))
+    state = train_gpt.TrainingState(hp, on_gpu(torch.bfloat16, compiled))
     for _ in range(2):  # which compile, and make the optimizers' state
         train_gpt.train_step(state)
     torch.cuda.synchronize()

@@ -175,7 +175,7 @@ def test_the_steps_that_are_logged(tmp_path, knobs):
 
 def test_the_status_has_minutes_left_and_tokens_per_second(knobs, monkeypatch):
     hp = Hyperparameters.from_env({**knobs, "ITERATIONS": "8", "TRAIN_LOG_EVERY": "0"})
-    state = train_gpt.new_state(hp, replace(ALONE, log=Lines()))
+    state = train_gpt.TrainingState(hp, replace(ALONE, log=Lines()))
     shown = []
     monkeypatch.setattr(Lines, "status", lambda log, text: shown.append(text))
     state.step = 2

@@ -14,7 +14,7 @@ from rank_worker import keep_gradients, validation_losses
 from runs import ALONE, SCRIPT, finished, run_here, run_ranks
 from torch.nn.utils import get_total_norm
 
-from train_gpt import DistributedTokenLoader, Hyperparameters, new_state, train_step
+from train_gpt import DistributedTokenLoader, Hyperparameters, TrainingState, train_step
 
 STEPS = 10
 
@@ -40,7 +40,7 @@ def one_batch(hp: Hyperparameters, seed: int = 0) -> tuple[dict[str, torch.Tenso
     loader = DistributedTokenLoader(hp.files("train"), 0, 1, "cpu")
     A = hp.batch_slots  # micro-steps
     slots = [loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, A) for _ in range(A)]
-    gpt = new_state(hp, ALONE).gpt
+    gpt = TrainingState(hp, ALONE).gpt
     torch.manual_seed(seed)
     loss = gpt(torch.cat([x for x, _ in slots]), torch.cat([y for _, y in slots]))
     loss.backward()
@@ -57,7 +57,7 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def alone(hp) -> dict:
     """The same steps in this process, without any process group."""
-    state = new_state(hp, ALONE)
+    state = TrainingState(hp, ALONE)
     losses = [train_step(state).item() for _ in range(STEPS)]
     weights = {name: tensor.clone() for name, tensor in state.gpt.state_dict().items()}
     return {"losses": losses, "weights": weights, "validation": validation_losses(state)}
@@ -94,7 +94,7 @@ def test_world_sizes_agree_to_rounding(ranks, alone):
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1e3])
 def test_the_norm_of_all_gradients_is_clipped_after_accumulation(hp, limit):
     """0 disables it."""
-    state = new_state(dataclasses.replace(hp, grad_clip_norm=limit), ALONE)
+    state = TrainingState(dataclasses.replace(hp, grad_clip_norm=limit), ALONE)
     steps = keep_gradients(state)
     train_step(state)
     found, whole = (get_total_norm(list(grads.values())) for grads in (steps[0], one_batch(hp)[0]))
@@ -104,7 +104,7 @@ def test_the_norm_of_all_gradients_is_clipped_after_accumulation(hp, limit):
 
 def dropout_masks(hp: Hyperparameters, steps: list[int], **place: int) -> list[tuple]:
     """Draw a mask in each forward pass of these steps, as a layer with dropout does."""
-    state, masks = new_state(hp, dataclasses.replace(ALONE, **place)), []
+    state, masks = TrainingState(hp, dataclasses.replace(ALONE, **place)), []
 
     def draw(*_) -> None:
         masks.append(tuple(F.dropout(torch.ones(64)).tolist()))
@@ -140,7 +140,7 @@ def test_a_run_is_the_plain_training(tmp_path, knobs, tied, layers, kv_heads):
     environ |= dict(ITERATIONS="10", MUON_MOMENTUM_WARMUP_STEPS="5", ADAM_EPS="1e-5")
     hp = Hyperparameters.from_env(environ)
     log = finished(run_here(tmp_path, environ))
-    state = new_state(hp, ALONE)
+    state = TrainingState(hp, ALONE)
     model = PlainGPT.like(state.gpt, hp)
     optimizers = PlainOptimizers(model, hp, bf16=False)
     slots = batches(state.loader.stream.paths, ALONE.device, 512 // 8, hp.train_seq_len)

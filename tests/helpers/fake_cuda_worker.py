@@ -119,7 +119,7 @@ def main() -> None:
         return value
 
     with gpu:
-        state = train_gpt.new_state(hp, runtime)
+        state = train_gpt.TrainingState(hp, runtime)
         batch = (hp.train_batch_tokens, hp.train_seq_len, 1)
         check("batch", state.loader.next_batch, *batch)
         check("step", train_gpt.train_step, state)

@@ -41,7 +41,7 @@ def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.open_runtime(hp)
-    state = train_gpt.new_state(hp, runtime)
+    state = train_gpt.TrainingState(hp, runtime)
     counter = [0]
     state.model.register_comm_hook(counter, counting_hook)
     gradients = keep_gradients(state)
