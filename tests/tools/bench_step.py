@@ -84,7 +84,7 @@ def main() -> None:
             write_shard(Path(folder, f"fineweb_train_{i:06d}.bin"), tokens)
         runtime = train_gpt.open_runtime(hp)
         report = print if runtime.rank == 0 else str
-        state = train_gpt.new_state(hp, runtime)
+        state = train_gpt.TrainingState(hp, runtime)
         attention = train_gpt.attention_backends(runtime.device, hp.train_seq_len)[0].name
         settings = f"slots:{hp.batch_slots} compile:{runtime.compiled} {attention}"
         report(f"{runtime.device} {runtime.dtype} {settings}")
