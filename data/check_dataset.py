@@ -20,8 +20,7 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor
 from tokenizer_tools import open_model
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import train_gpt  # noqa: E402
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for train_gpt
 
 CHUNK = 2**22  # tokens counted at a time
 RUN = 10  # this many documents in a row, in both splits, are a leak
@@ -33,6 +32,8 @@ WRONG_TOKENIZER = f"set --tokenizer to the model that made it, or {GET_AGAIN}"
 def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[int, int, list[str]]:
     """Return the numbers of documents and of bytes of text, and the beginnings of the first
     documents. Raises ValueError if another tokenizer made the tokens."""
+    import train_gpt  # not for --help: torch takes seconds
+
     tokens = np.fromfile(path, "<u2", offset=files.HEADER_BYTES)
     largest = tokens.max(initial=0)
     if largest >= sp.vocab_size():
@@ -157,11 +158,10 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
             problems.append(
                 f"{folder}: {leaked} of {docs} validation documents are in the train shards, so a "
                 "score on them is worth nothing: remove duplicates from your text, or, if the "
-                f"splits were made with different --num-val-docs, {GET_AGAIN}, both at once"
+                f"splits were made with different --num-val-docs, {GET_AGAIN}, both splits at once"
             )
         elif 10 * repeated > docs:
-            short = f"so many documents of fewer than {LONG} tokens are in both splits"
-            print(f"WARNING: {short} that the score says less about new text")
+            print(f"WARNING: many documents of fewer than {LONG} tokens repeat: a score flatters")
     if not (manifest or place.exists()):
         print(f"{place} is missing: there is nothing to compare with")
         return problems
