@@ -161,7 +161,7 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
                 f"splits were made with different --num-val-docs, {GET_AGAIN}, both splits at once"
             )
         elif 10 * repeated > docs:
-            print(f"WARNING: many documents of fewer than {LONG} tokens repeat: a score flatters")
+            print(f"WARNING: many documents of under {LONG} tokens repeat, which lowers the score")
     if not (manifest or place.exists()):
         print(f"{place} is missing: there is nothing to compare with")
         return problems

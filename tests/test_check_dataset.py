@@ -127,4 +127,4 @@ def test_short_documents_that_repeat_are_a_warning(capsys, folder, tokenizer):
     write_splits(folder, sp, [*chat[800:], "Never"], chat)
     output, problems = check(capsys, folder, tokenizer)
     assert "val: 220 of 221 documents (99.55%) are also" in output and problems == []
-    assert "WARNING: many documents of fewer than 50 tokens repeat" in output
+    assert "WARNING: many documents of under 50 tokens repeat" in output
