@@ -14,7 +14,7 @@ import referee
 import score
 import torch
 import train_record
-from runs import ALONE, run_ranks, scores
+from runs import ALONE, run_here, run_ranks, scores
 from scripts import random_model, read
 from texts import write_shard
 from torch import Tensor, nn
@@ -244,27 +244,27 @@ def take_short_steps() -> None:
     train_gpt.main = score.main
 
 
-def test_score_gives_the_same_on_one_rank_and_on_two(tmp_path, gpt, lora_knobs):
+def test_score_gives_the_same_on_one_rank_and_on_two(tmp_path, gpt, lora_knobs, monkeypatch):
     """Phases take steps of five rows, one (the second rank has none), five and two. MAX_VAL_TOKENS
     cuts the last document."""
+    monkeypatch.setattr(train_record, "LORA_PHASE_TOKENS", 5 * T)
+    monkeypatch.setattr(score, "load_script", lambda path: train_record)
     tokens = random_tokens([50, 49, 10, 3, 9])
     write_shard(tmp_path / "fineweb_val_000000.bin", tokens.numpy())
-    weights = tmp_path / "final_model.pt"
+    weights = str(tmp_path / "final_model.pt")
     torch.save(gpt.state_dict(), weights)
     environ = {**lora_knobs, "DATA_PATH": str(tmp_path), "MAX_VAL_TOKENS": str(8 * T - 1)}
-    environ |= read("LORA_DOCUMENTS=2 LORA_PHASES=2 LORA_PHASE_DOCUMENTS=2")
-    losses = []
-    for ranks, lr in ((1, "0.1"), (2, "0.1"), (1, "0")):
-        run = (tmp_path / "run", {**environ, "LORA_PHASE_LR": lr}, ranks, [score.__file__, weights])
-        results = run_ranks(*run, edit=take_short_steps)
-        assert all(result.returncode == 0 for result in results), results
-        lines = results[0].stdout.splitlines()
-        assert any(line.startswith("lora_ttt: LORA_RANK=4 LORA_LR=0.0005 ") for line in lines)
-        losses.append(scores(lines[-1])[0])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert abs(losses[0] - losses[2]) > 0.001
-    expected = plain_loss(gpt, split(tokens[: 7 * T + 1]), 5e-4)
-    assert losses[2] == pytest.approx(expected, abs=1e-5)
+    environ |= read("LORA_DOCUMENTS=2 LORA_PHASES=2 LORA_PHASE_DOCUMENTS=2 LORA_PHASE_LR=0.1")
+    results = run_ranks(tmp_path, environ, 2, [score.__file__, weights], edit=take_short_steps)
+    results.append(run_here(tmp_path, environ, score, [weights]))
+    results.append(run_here(tmp_path, {**environ, "LORA_PHASE_LR": "0"}, score, [weights]))
+    assert all(result.returncode == 0 for result in results), results
+    assert "\nlora_ttt: LORA_RANK=4 LORA_LR=0.0005 " in results[0].stdout
+    two, one, constant = (
+        scores(result.stdout.splitlines()[-1])[0] for result in results if result.stdout
+    )
+    assert two == pytest.approx(one, abs=1e-5) and abs(one - constant) > 0.001
+    assert constant == pytest.approx(plain_loss(gpt, split(tokens[: 7 * T + 1]), 5e-4), abs=1e-5)
 
 
 # ---- Hints ---------------------------------------------------------------------------------------
