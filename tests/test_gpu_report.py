@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import bench_step
 import gpu_report
 import pytest
 from runs import run_here
@@ -36,7 +37,7 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
         "fails": "FAILED: ValueError: broken",
         "dies": "FAILED: exit code -9",
         "hangs": "FAILED: it took too long",
-        "works": "7; 2",
+        "works": "7<br>2",
     }
     monkeypatch.setattr(gpu_report, "PARTS", parts[3:])
     assert gpu_report.main() == 0
@@ -62,14 +63,30 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     assert gpu_report.main() == 0, read_report(tmp_path)
-    times = r"trainer +\d.*; plain +\d.*; ratio +\d+\.\d\dx"
+    speed = r"model +\d+\.\d\d TFLOP/s, with 6 N \+ 6 L T D FLOPs per token"
+    times = rf"trainer +\d.*<br>plain +\d.*<br>{speed}<br>ratio +\d+\.\d\dx"
+    setting = r"cpu torch\.float32 slots:1 compile:False FLASH_ATTENTION"
+    kernels = 10 * r" +\d+\.\d\d ms +\d+ x `[^`]+`<br>"
     score = r"final_int8_zlib_roundtrip_exact val_loss:\d.*"
     patterns = [
-        *3 * [rf"cpu torch\.float32 slots:1 compile:False FLASH_ATTENTION; {times}"],
-        r"quantize_state_dict_int8 .* s; serialize .* s; compress .* s",
+        rf"{setting}<br>{kernels}{times}",
+        *2 * [rf"{setting}<br>{times}"],
+        r"quantize_state_dict_int8 .* s<br>serialize .* s<br>compress .* s",
         *2 * [score],
         r"5 steps, largest difference 0\.0000 nats",
         r"\d+ skipped in .*",
     ]
     for text, pattern in zip(read_report(tmp_path).values(), patterns, strict=True):
         assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.baseline
+@pytest.mark.parametrize("tied", ["1", "0"])
+def test_flops_are_those_of_the_matrices(tied):
+    """Two for each weight and token forward, four backward; attention looks back at T/2 tokens."""
+    environ = {"NUM_LAYERS": "1", "MODEL_DIM": "8", "NUM_HEADS": "2", "NUM_KV_HEADS": "1"}
+    environ |= {"TRAIN_SEQ_LEN": "4", "VOCAB_SIZE": "10", "TIE_EMBEDDINGS": tied}
+    gpt = train_gpt.GPT(train_gpt.Hyperparameters.from_env(environ))
+    matrices = 8 * 8 + 2 * 4 * 8 + 8 * 8 + 2 * 16 * 8 + 10 * 8
+    vectors = sum(param.numel() for param in gpt.parameters() if param.ndim == 1) + 16
+    assert bench_step.model_flops(gpt) == 6 * (matrices + vectors) + 6 * 4 * 8

@@ -1,10 +1,13 @@
 """pack.py: a packed script does what the script does, and its errors show its source."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from runs import ROOT, SCRIPT, finished, run_ranks
+import pytest
+from runs import ROOT, SCRIPT, finished, run_here, run_ranks
+from trained import load_script
 
 PACK = ROOT / "tests" / "tools" / "pack.py"
 MODULE = """\
@@ -17,8 +20,9 @@ class Knobs:
 """
 
 
-def run(folder: Path, *command: str | Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+def run(folder: Path, *command: str | Path, **environ: str) -> subprocess.CompletedProcess:
+    settings = {"cwd": folder, "env": {**os.environ, **environ}, "capture_output": True}
+    return subprocess.run([sys.executable, *command], text=True, **settings)
 
 
 def test_a_minified_script_trains_on_two_ranks(tmp_path, knobs):
@@ -28,6 +32,15 @@ def test_a_minified_script_trains_on_two_ranks(tmp_path, knobs):
     lines = finished(run_ranks(tmp_path, knobs, 2, [packed])[0])
     assert f"Code size: {packed.stat().st_size} bytes" in lines
     assert packed.stat().st_size < 0.3 * SCRIPT.stat().st_size
+
+
+@pytest.mark.baseline
+def test_a_minified_record_scores_as_the_record(tmp_path, knobs):
+    script, packed = ROOT / "tests/records/train_record.py", tmp_path / "packed.py"
+    run(tmp_path, PACK, "--minify", script, packed).check_returncode()
+    environ = {**knobs, "XSA_LAYERS": "1", "SKIP_GATES": "1"}
+    runs = [run_here(tmp_path / path.stem, environ, load_script(path)) for path in (script, packed)]
+    assert finished(runs[0])[-1] == finished(runs[1])[-1]
 
 
 def test_a_minified_module_can_be_inspected(tmp_path):
@@ -46,6 +59,48 @@ def test_a_traceback_shows_the_lines_of_the_packed_text(tmp_path):
     run(tmp_path, PACK, "script.py", "packed.py")
     lines = [line.strip() for line in run(tmp_path, "packed.py").stderr.splitlines()]
     assert {"divide()", "return 1 / 0  # fails"} <= set(lines)
+
+
+def test_a_script_may_have_a_byte_order_mark_or_a_coding_line(tmp_path):
+    text = "# coding: {}\nprint('é')  # é\n"
+    (tmp_path / "bom.py").write_text(text.format("utf-8"), encoding="utf-8-sig")
+    (tmp_path / "latin.py").write_text(text.format("latin-1"), encoding="latin-1")
+    for script in ("bom.py", "latin.py"):
+        for more in ([], ["--minify"]):
+            run(tmp_path, PACK, script, "packed.py", *more).check_returncode()
+            assert run(tmp_path, "-X", "utf8", "packed.py").stdout == "é\n"
+
+
+PROGRAMS = (
+    "bench_step", "compare_runs", "demo_curve", "experiment", "forecast", "gpu_report", "pack",
+)  # fmt: skip
+
+
+def test_help_needs_no_docstrings(tmp_path):
+    """With PYTHONOPTIMIZE=2 there are none."""
+    tools = [str(PACK.with_name(f"{name}.py")) for name in PROGRAMS]
+    program = f"""
+import runpy, sys
+for path in {tools}:
+    sys.argv, sys.path[0] = [path, "--help"], {str(PACK.parent)!r}
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, path
+"""
+    result = run(tmp_path, "-OO", "-c", program)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("usage: ") == len(tools)
+
+
+@pytest.mark.parametrize(
+    "tool, arguments", [("pack", ["运行.py", "packed.py"]), ("compare_runs", ["运行.py"])]
+)
+def test_a_name_that_stdout_cannot_show_is_escaped(tmp_path, tool, arguments):
+    (tmp_path / "运行.py").write_text('"""\nlogs/a.txt\n"""\n')  # a script, and a log
+    result = run(tmp_path, PACK.with_name(f"{tool}.py"), *arguments, PYTHONIOENCODING="latin-1")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert r"\u8fd0\u884c" in result.stdout
 
 
 def test_an_error_writes_nothing(tmp_path):

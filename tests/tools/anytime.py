@@ -14,6 +14,7 @@ import numpy as np
 from scipy import optimize, special, stats
 
 ALPHA = 0.01  # probability that a limit of the interval is ever wrong
+SCORES = {"nats": "val_loss", "bits per byte": "val_bpb"}  # figures of a run by unit
 EFFECTS = np.array([0.5, 1, 2, 4, 8, 16])  # true gains to look for, in standard deviations
 
 
@@ -61,6 +62,19 @@ def verdict(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> st
     if high < by:
         return "no matter" if low > -by else "worse" if high < 0 else "not better"
     return "not yet"
+
+
+def describe(gains: Sequence[float], unit: str, by: float = 0.0, alpha: float = ALPHA) -> str:
+    """The mean gain, its interval and the verdict."""
+    mean, (low, high) = fmean(gains or [math.nan]), interval(gains, alpha)
+    if math.isinf(quantile(len(gains), alpha)):
+        return f"{mean:.5f} {unit}, not yet: needs at least three pairs"
+    return f"{mean:.5f} {unit} ({low:.5f} to {high:.5f}), {verdict(gains, by, alpha)}"
+
+
+def describe_evidence(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> str:
+    found = f"evidence {evidence(gains, by):.3g}, {1 / alpha:g} shows it"
+    return f"better by more than {by:g}? {found}"
 
 
 def claims_that_stand(evidences: Sequence[float], rate: float = 0.1) -> list[bool]:

@@ -44,11 +44,34 @@ def measure(steps: dict[str, Callable], rounds: int, device: torch.device) -> di
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
+def model_flops(gpt: torch.nn.Module) -> int:
+    """FLOPs per token, forward and backward: 6 N + 6 L T D. N: parameters without an untied
+    embedding. Causal attention looks at T/2 tokens on average."""
+    hp, params = gpt.hp, sum(param.numel() for param in gpt.parameters())
+    lookup = 0 if hp.tie_embeddings else gpt.tok_emb.weight.numel()
+    return 6 * (params - lookup) + 6 * hp.num_layers * hp.train_seq_len * hp.model_dim
+
+
+def list_kernels(step: Callable, device: torch.device) -> list[str]:
+    """The ten kernels (on a CPU: operators) that take most time in a step."""
+    with torch.profiler.profile() as profile:
+        step()
+        torch.get_device_module(device).synchronize()
+    name = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+    events = [e for e in profile.key_averages() if not e.is_user_annotation]
+    events = [e for e in events if e.device_type.name.lower() == device.type]
+    events.sort(key=lambda event: -getattr(event, name))
+    return [f"{getattr(e, name) / 1000:9.2f} ms {e.count:5} x `{e.key[:80]}`" for e in events[:10]]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
     flash_help = "use FlashAttention on Hopper, too"
     parser.add_argument("--without-cudnn", action="store_true", help=flash_help)
+    kernels_help = "list the ten that take most time"
+    parser.add_argument("--kernels", action="store_true", help=kernels_help)
     args = parser.parse_args()
     if args.without_cudnn:
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -61,7 +84,7 @@ def main() -> None:
             write_shard(Path(folder, f"fineweb_train_{i:06d}.bin"), tokens)
         runtime = train_gpt.open_runtime(hp)
         report = print if runtime.rank == 0 else str
-        state = train_gpt.new_state(hp, runtime)
+        state = train_gpt.TrainingState(hp, runtime)
         attention = train_gpt.attention_backends(runtime.device, hp.train_seq_len)[0].name
         settings = f"slots:{hp.batch_slots} compile:{runtime.compiled} {attention}"
         report(f"{runtime.device} {runtime.dtype} {settings}")
@@ -82,9 +105,13 @@ def main() -> None:
             "plain": lambda: plain_step(plain_model, optimizers, slots, A),
         }
         times = measure(steps, args.rounds, runtime.device)
+        for line in list_kernels(steps["trainer"], runtime.device) if args.kernels else ():
+            report(line)
         for name, ms in times.items():
             per_second = 1000 * hp.train_batch_tokens / ms
             report(f"{name:8} {ms:9.1f} ms/step {per_second:9.0f} tokens/s")
+        rate = model_flops(state.gpt) * hp.train_batch_tokens / times["trainer"] / 1e9
+        report(f"model    {rate:9.2f} TFLOP/s, with 6 N + 6 L T D FLOPs per token")
         report(f"ratio    {times['plain'] / times['trainer']:9.2f}x")
         if dist.is_initialized():
             dist.barrier()

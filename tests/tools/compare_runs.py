@@ -15,11 +15,8 @@ Needs pip install scipy matplotlib."""
 import argparse
 import math
 import os
-import re
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
@@ -27,70 +24,25 @@ from typing import NoReturn
 
 import anytime
 import numpy as np
+from logs import Run, read_run
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
+from trained import printable
 
-POWER = 0.8  # probability that the suggested number of runs shows a real difference
-MOST_RUNS = 1000
-SCORES = {"nats": "val_loss", "bits per byte": "val_bpb"}  # figures by unit
-
-# ---- reading logs --------------------------------------------------------------------------------
-# A log file begins with the script's source, which ends with a line of 100 "=". The first line that
-# a run prints is the path of its log. The log of the last start follows the last of these lines.
-START_LINE = r"^(?:={100}|(?:\S.*/)?logs/[^/\n]+\.txt)$"
-STEP_LINE = (
-    r"^step:(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) (val_bpb:(?P<bpb>\S+) )?"
-    r".*train_time:\d+ms step_avg:(?P<ms_per_step>\S+)ms"
-)
-FACT_LINES = (
-    STEP_LINE,
-    r"^val_bpb:enabled .*tokenizer_path=(?:.*/)?(?P<tokenizer>.+)",
-    r"^train_loader:(?P<data>.*)",
-    r"^val_loader:.* (?P<validation>tokens:\d+)",
-    r"^(?P<batch>train_batch_tokens:(?P<tokens>\d+) train_seq_len:\d+) (?P<length>iterations:\d+) "
-    r".*max_wallclock_seconds:(?P<time_limit>\S+)",
-    r"^seed:(?P<seed>\d+)$",
-    r"^peak memory allocated: (?P<memory_mib>\d+) MiB",
-    r"^Serialized model \S+: (?P<artifact_bytes>\d+) bytes",
-    r"^Total submission size \S+: (?P<total_bytes>\d+) bytes",
-    r"^(?:\S+ val_loss:.* stride:(?P<stride>\d+).*\n)?"  # a line with four digits comes first
-    r"(?P<score>\S+) val_loss:(?P<val_loss>\d+\.\d{8}) val_bpb:(?P<val_bpb>\d+\.\d{8})( .*)?$",
-)
-OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # of this project
 # Facts in which all finished runs should agree.
 SHARED_FACTS = ("data", "validation", "batch", "length", "time_limit", "stride")
 # Columns of the table: width and format.
 COLUMNS = {
-    "seed": (8, ".0f"),
-    "steps": (7, ".0f"),
-    "ms_per_step": (13, ".2f"),
-    "tokens_per_second": (19, ",.0f"),
-    "val_loss": (10, ".6f"),
-    "val_bpb": (10, ".6f"),
-    "memory_mib": (12, ".0f"),
-    "artifact_bytes": (16, ",.0f"),
-    "total_bytes": (13, ",.0f"),
-}
+    "seed": (8, ".0f"), "steps": (7, ".0f"), "ms_per_step": (13, ".2f"),
+    "tokens_per_second": (19, ",.0f"), "val_loss": (10, ".6f"), "val_bpb": (10, ".6f"),
+    "memory_mib": (12, ".0f"), "artifact_bytes": (16, ",.0f"), "total_bytes": (13, ",.0f"),
+}  # fmt: skip
 AVERAGED = [name for name in COLUMNS if name not in ("seed", "steps", "memory_mib")]
-Figures = dict[str, float]  # of a run, by column, as far as they are known
 
 
-@dataclass
-class Run:
-    """A run, as far as its log tells it."""
-
-    path: Path
-    name: str
-    facts: dict[str, str | None] = field(default_factory=dict)
-    train: dict[int, float] = field(default_factory=dict)  # loss in nats per token, by step
-    val: dict[int, float] = field(default_factory=dict)
-    figures: Figures = field(default_factory=dict)
-    unfinished: str = ""  # the last line of a log without a final line
-    bpb_per_nat: float = math.nan  # bits per byte of a loss of 1 nat per token; nan: unknown
-
-
+# ---- the runs -----------------------------------------------------------------------------------
 @dataclass
 class Group:
     """A side, whose runs should differ only by their seed, or any runs ("runs")."""
@@ -116,37 +68,6 @@ class Group:
         return ""
 
 
-def read_run(path: Path) -> Run:
-    """Read the last start in a log."""
-    run = Run(path, path.stem)
-    text = path.read_text(encoding="utf-8", errors="replace")
-    *earlier, log = re.split(START_LINE, text, flags=re.M)
-    # Scripts of the challenge list their knobs, perhaps before their source.
-    for seed in re.findall(r"^  seed: (\d+)$", text, re.M):
-        run.facts["seed"] = seed
-    for pattern in FACT_LINES:
-        for match in re.finditer(pattern, log, re.M):
-            run.facts |= match.groupdict()
-            if pattern == STEP_LINE:
-                losses = run.train if match["kind"] == "train" else run.val
-                losses[int(match["steps"])] = float(match["loss"])
-                if match["bpb"] and float(match["loss"]) > 0:
-                    run.bpb_per_nat = float(match["bpb"]) / float(match["loss"])
-    if text.strip() and not earlier and not run.facts:
-        raise OSError(f"{path} is not the log of a run")
-    if run.facts.get("score") in OWN_SCORES:  # without a stride, windows are side by side
-        run.facts["stride"] = run.facts["stride"] or "none"
-    if run.facts.keys() >= {"tokens", "ms_per_step"}:
-        milliseconds = float(run.facts["ms_per_step"]) or math.nan
-        run.facts["tokens_per_second"] = str(1000 * int(run.facts["tokens"]) / milliseconds)
-    run.figures = {name: float(run.facts[name]) for name in COLUMNS if name in run.facts}
-    if "val_loss" in run.figures:  # with more digits than in a step's line
-        run.bpb_per_nat = run.figures["val_bpb"] / run.figures["val_loss"]
-    else:
-        run.unfinished = repr(log.rstrip().split("\n")[-1][:80])
-    return run
-
-
 def common_unit(runs: list[Run], tolerance: float) -> str:
     """Losses per token can be compared only between runs with the same tokens."""
     factors = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)] or [0.0]
@@ -168,9 +89,7 @@ def find_warnings(groups: list[Group]) -> list[str]:
             continue  # expected
         if values := list_different(runs, fact):
             warnings.append(f"the runs differ in {fact}: {values}")
-    for group in groups:
-        if group.name == "runs":
-            continue
+    for group in groups if groups[0].name != "runs" else ():
         seeds = group.values("seed")
         if repeat := group.find_repeat():
             warnings.append(f"{group.name}: {repeat}")
@@ -179,60 +98,35 @@ def find_warnings(groups: list[Group]) -> list[str]:
     return warnings
 
 
-# ---- statistics ----------------------------------------------------------------------------------
-def count_runs_needed(gain: float, variances: list[float], alpha: float) -> int | None:
-    """Return the least number of runs per side, or of pairs, that shows a gain (beyond --by) with
-    probability POWER; None: above MOST_RUNS. variances: of the two sides, or of the differences of
-    the pairs."""
-    total = sum(variances)
-    runs = np.arange(2, MOST_RUNS + 1)
-    degrees_of_freedom = (runs - 1) / np.sum((np.array(variances) / total) ** 2)
-    # If the true gain is this one, the test's t follows a noncentral t distribution.
-    noncentrality = gain / np.sqrt(total / runs)
-    critical = stats.t.isf(alpha, degrees_of_freedom)
-    enough = runs[stats.nct.sf(critical, degrees_of_freedom, noncentrality) >= POWER]
-    return int(enough[0]) if len(enough) else None
+# ---- the verdict ---------------------------------------------------------------------------------
+def pair_by_seed(sides: list[list[Run]]) -> list[tuple[Run, Run]]:
+    """Pair all runs of the smaller side by their seed, or return []. Seeds count once, and in runs
+    of one script only: in another one, the same seed gives other weights."""
+    first, second = ({run.facts.get("seed", ""): run for run in side} for side in sides)
+    seeds = sorted(first.keys() & second.keys() - {""}, key=int)
+    has_repeats = len(first) + len(second) < sum(map(len, sides))
+    is_partial = len(seeds) < min(map(len, sides))
+    if has_repeats or is_partial or list_different(sum(sides, []), "score"):
+        return []
+    return [(first[seed], second[seed]) for seed in seeds]
 
 
-def run_test(
-    sides: list[list[Run]], paired: bool, unit: str, by: float, alpha: float
-) -> tuple[bool, str]:
-    """Run Welch's t-test, or the paired one: is the candidate better by more than `by`? Returns
-    the answer, and the test as text."""
-    t_test = stats.ttest_rel if paired else partial(stats.ttest_ind, equal_var=False)
-    texts = []
-    for name in dict.fromkeys(("bits per byte", unit)):  # nats of different tokens say nothing
-        baseline, candidate = (
-            np.array([run.figures[SCORES[name]] for run in side]) for side in sides
-        )
-        low, high = t_test(baseline, candidate).confidence_interval()
-        gain = (low + high) / 2
-        texts.insert(0, f"{gain:.4f} {name} ({low:.4f} to {high:.4f})")
-    p = t_test(baseline, candidate + by, alternative="greater").pvalue
-    verdict = "no, it is worse" if high < 0 else "shown" if p < alpha else "not shown"
-    kind, runs = ("pairs of one seed", "pairs") if paired else ("all runs", "runs per side")
-    spread = [baseline - candidate] if paired else [baseline, candidate]
-    needed = count_runs_needed(gain - by, [values.var(ddof=1) for values in spread], alpha)
-    advice = f"{needed} {runs} show it with {POWER:.0%} probability"
-    if needed is None:
-        advice = f"even {MOST_RUNS} {runs} would not show it"
-    return p < alpha, (
-        f"{kind}: {', '.join(texts)}\n"
-        f"  better by more than {by:g} {unit}? {verdict} (p = {p:.2g}); at this spread, {advice}"
+def run_welch(sides: list[list[Run]], unit: str, by: float, alpha: float) -> tuple[bool, str]:
+    """Run Welch's t-test: is the candidate better by more than `by`? Returns also a text."""
+    baseline, candidate = (
+        np.array([run.figures[anytime.SCORES[unit]] for run in side]) for side in sides
     )
-
-
-def pair_by_seed(sides: list[list[Run]]) -> list[list[Run]]:
-    """Return the runs whose seed occurs once on each side, in the same order."""
-    first, second = (Counter(run.facts.get("seed") for run in side) for side in sides)
-    seeds = [seed for seed in first if seed and first[seed] == second[seed] == 1]
-    paired = [[run for run in side if run.facts.get("seed") in seeds] for side in sides]
-    return [sorted(runs, key=lambda run: run.facts["seed"]) for runs in paired]
+    low, high = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval()
+    margin = {"equal_var": False, "alternative": "greater"}
+    p = stats.ttest_ind(baseline, candidate + by, **margin).pvalue
+    verdict = "no, it is worse" if high < 0 else "shown" if p < alpha else "not shown"
+    gain = f"{(low + high) / 2:.5f} {unit}, 95 % confidence interval {low:.5f} to {high:.5f}"
+    return p < alpha, f"all runs: {gain}\n  better by more than {by:g}? {verdict} (p = {p:.2g})"
 
 
 def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
-    """Test the candidate with all runs, then with pairs of one seed. Returns the exit code and the
-    verdict, or why there is none."""
+    """Compare pairs of one seed, else all runs. Returns the exit code and the verdict, or why there
+    is none."""
     for group in groups:
         if len(group.finished) < 2:
             few = f"{len(group.finished)} finished; each side needs two, better more"
@@ -245,23 +139,23 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
         advice = "score all runs with the same EVAL_STRIDE"
         return 2, f"not tested: SCORES OF DIFFERENT STRIDES ({strides}): {advice}"
     unit = common_unit(runs, tolerance=1e-6)
-    is_shown, text = run_test(sides, False, unit, by, alpha)
-    lines = ["baseline minus candidate, with the 95 % confidence interval:", text]
-    pairs, score = pair_by_seed(sides), SCORES[unit]
-    gains = [a.figures[score] - b.figures[score] for a, b in zip(*pairs, strict=True)]
-    if len({*gains}) > 1:
-        lines.append(run_test(pairs, True, unit, by, alpha)[1])
-        low, high = anytime.interval(gains, alpha)
-        verdict = anytime.verdict(gains, by, alpha)
-        lines.append(f"  if you looked after each pair: {verdict} ({low:.4f} to {high:.4f} {unit})")
-    return int(not is_shown), "\n".join(lines)
+    if pairs := pair_by_seed(sides):
+        gains = [
+            a.figures[anytime.SCORES[unit]] - b.figures[anytime.SCORES[unit]] for a, b in pairs
+        ]
+        is_shown = anytime.verdict(gains, by, alpha) == "better"
+        text = f"{len(pairs)} pairs of one seed: {anytime.describe(gains, unit, by, alpha)}\n"
+        text += f"  {anytime.describe_evidence(gains, by, alpha)}"
+    else:
+        is_shown, text = run_welch(sides, unit, by, alpha)
+    return int(not is_shown), f"baseline minus candidate:\n{text}"
 
 
 # ---- the report ----------------------------------------------------------------------------------
 def format_table(groups: list[Group]) -> str:
     """One row per run, then n, mean and standard deviation of a side's finished runs, unless a
     model is there twice. The cell of an unknown figure stays empty."""
-    rows: list[tuple[str, Figures]] = []
+    rows: list[tuple[str, dict[str, float]]] = []
     for group in groups:
         rows.append((group.name, {}))
         rows += [(f"  {run.name}", run.figures) for run in group.runs]
@@ -366,6 +260,7 @@ def draw(groups: list[Group]) -> Figure:
 
 # ---- command line --------------------------------------------------------------------------------
 def main(arguments: list[str] | None = None) -> NoReturn:
+    printable()
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     logs_help = "runs to show (default: the newest log in logs/, with a picture next to it)"

@@ -6,11 +6,12 @@
 Start it where the demo ran. Needs matplotlib."""
 
 import lzma
-import re
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
+from logs import Run, read_run
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from sentencepiece import SentencePieceProcessor
@@ -30,12 +31,11 @@ def read_text(split: str) -> bytes:
     return SentencePieceProcessor(model_file=TOKENIZER).decode(tokens.tolist()).encode()
 
 
-def draw(log: str) -> Figure:
-    """Draw the validations of this log, on white, so that they can be read on a dark page, too."""
-    if f"\ntrain_loader:dataset:{DATASET.name} " not in log:
+def draw(run: Run) -> Figure:
+    """Draw the validations of a run, on white, so that they can be read on a dark page, too."""
+    if not run.facts.get("data", "").startswith(f"dataset:{DATASET.name} "):
         sys.exit("the log is not one of the demo, to which the compressors belong")
-    scores = re.findall(r"^step:(\d+)/.* val_bpb:(\S+)", log, re.M)
-    steps, bpb = [int(step) for step, _ in scores], [float(score) for _, score in scores]
+    steps, bpb = [*run.val], [run.bpb_per_nat * loss for loss in run.val.values()]
     train, val = read_text("train"), read_text("val")
     alone = 8 * xz_size(val) / len(val)
     after = 8 * (xz_size(train + val) - xz_size(train)) / len(val)
@@ -56,7 +56,9 @@ def draw(log: str) -> Figure:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path)
+    parser.add_argument("picture", type=Path, help="the .svg to write")
+    args = parser.parse_args()
     with rc_context(STYLE):
-        draw(Path(sys.argv[1]).read_text()).savefig(sys.argv[2], metadata={"Date": None})
+        draw(read_run(args.log)).savefig(args.picture, metadata={"Date": None})

@@ -2,10 +2,10 @@
 
     PRESET=demo python tests/tools/experiment.py --quick                       your edits
     PRESET=demo python tests/tools/experiment.py --quick --set MATRIX_LR=0.06
-    PRESET=demo python tests/tools/experiment.py --quick --recipes leaky_relu min_lr
+    python tests/tools/experiment.py --script tests/records/train_record.py --set XSA_LAYERS=4
 
-The baseline is the last commit's script; with --set or --recipes, the script as it is. Both sides
-have the knobs of the environment. After Ctrl-C, the same command goes on.
+The baseline is the script of the last commit; with --set, the script as it is. Both sides have the
+knobs of the environment. After Ctrl-C or --minutes, the same command goes on.
 
 Exit code 0: better. 1: not, or not yet. 2: an error. 130: stopped. Needs pip install scipy."""
 
@@ -13,6 +13,7 @@ import argparse
 import difflib
 import fcntl
 import hashlib
+import importlib.util
 import math
 import os
 import re
@@ -22,65 +23,60 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
+import anytime
 import torch
-from anytime import claims_that_stand, evidence, interval, verdict
 from jobs import Machine, Run, Side, show, train
-from recipe import PATCHES, write_script
-from trained import OWN, SCRIPT, load_script
+from trained import OWN, SCRIPT, load_script, printable
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
 SET_PER_RUN = ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME")
-RECIPE_KNOB = r"^\+    (\w+): (?:(?:bool|float|int|str) = [^,\n]*|tuple\[.* = .*)(?:  #.*)?$"
+RECORD = "tests/records/train_record.py"  # has all knobs of SCRIPT, and more
 
 
 # ---- the two sides -------------------------------------------------------------------------------
-def git(*words: str) -> str:
-    """The output of git in the script's folder; "" without git or a commit."""
-    command = shlex.join(["git", "-C", str(SCRIPT.parent), *words])
-    return subprocess.run(command, shell=True, capture_output=True, encoding="utf-8").stdout
+def git(script: Path, *words: str) -> bytes:
+    """The output of git in the script's folder; b"" without git or a commit."""
+    command = shlex.join(["git", "-C", str(script.resolve().parent), *words])
+    return subprocess.run(command, shell=True, capture_output=True).stdout
 
 
 def write_scripts(args: Namespace) -> str:
     """Write both sides' scripts into the folder. Returns the change in a line."""
-    sources = [SCRIPT.read_text(encoding="utf-8")] * 2
+    sources = [args.script.read_bytes()] * 2
     if args.base:
-        sources[0] = args.base.read_text(encoding="utf-8")
-    elif not args.set and not args.recipes:
-        sources[0] = git("show", f"HEAD:./{SCRIPT.name}")
+        sources[0] = args.base.read_bytes()
+    elif not args.set:
+        sources[0] = git(args.script, "show", f"HEAD:./{args.script.name}")
     if not sources[0]:
-        raise ValueError("there is no last commit: name the baseline with --base FILE")
-    if args.recipes:
-        sources[1] = write_script(args.recipes, args.out / "candidate.py").read_text("utf-8")
-    for name, source in zip(("baseline", "candidate"), sources, strict=True):
-        (args.out / f"{name}.py").write_text(source, encoding="utf-8")
-    diff = difflib.unified_diff(*map(str.splitlines, sources), n=0)
+        raise ValueError(f"the last commit has no {args.script.name}: name a baseline with --base")
+    (args.out / "baseline.py").write_bytes(sources[0])
+    (args.out / "candidate.py").write_bytes(sources[1])
+    texts = [importlib.util.decode_source(source).splitlines() for source in sources]
+    diff = difflib.unified_diff(*texts, n=0)
     lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s]", line)]
-    return " ".join([*args.recipes, *args.set]) or min(lines, default="")  # "+" is before "-"
+    return " ".join(args.set) or min(lines, default="")  # "+" is before "-"
 
 
 def check_knobs(names: list[str], known: list[str]) -> None:
-    """Raise ValueError for a name that is not a knob. A recipe's knobs are fields in its patch."""
-    owners = {}
-    for recipe, path in PATCHES.items():
-        for knob in re.findall(RECIPE_KNOB, path.read_text(encoding="utf-8"), re.M):
-            owners[knob.upper()] = recipe
+    """Raise ValueError for a name that is not a knob of the candidate."""
     for name in set(names) - set(known):
-        near = difflib.get_close_matches(name, [*known, *owners], n=1, cutoff=0.85)
-        advice = f", did you mean {near[0]}?" if near else ", see `train_gpt.py --help`"
-        if name in owners:
-            advice = f" but of the recipe {owners[name]}: add --recipes {owners[name]}"
-        raise ValueError(f"{name} is not a knob of the candidate{advice}")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        advice = f"did you mean {near[0]}?" if near else "see `train_gpt.py --help`"
+        path = SCRIPT.parent / RECORD
+        record = fields(load_script(path).Hyperparameters) if path.is_file() else ()
+        if name.lower() in [knob.name for knob in record]:
+            advice = f"it is a knob of {RECORD}: add --script {RECORD}"
+        raise ValueError(f"{name} is not a knob of the candidate: {advice}")
 
 
 def prepare_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Side:
     """Check the knobs (own: of this side alone), build the demo's data and name the folder."""
-    source = path.read_text(encoding="utf-8")
+    source = importlib.util.decode_source(path.read_bytes())
     script, environ = load_script(path), {**args.environ, **own}
     try:
         hp = script.Hyperparameters.from_env(environ)
@@ -111,7 +107,7 @@ class Experiment:
     args: Namespace
     pairs: list[tuple[Run, Run]]
     row: dict[str, str]
-    figure: str = "val_loss"
+    unit: str = "nats"
     gains: list[float] = field(default_factory=list)  # of the first pairs
 
     def is_over(self) -> bool:
@@ -119,42 +115,65 @@ class Experiment:
         for pair in self.pairs[len(self.gains) :]:
             baseline, candidate = results = [run.result() for run in pair]
             if None in results:
-                return False
+                return time.monotonic() > self.args.deadline
             if baseline["val_loss"] == candidate["val_loss"]:
                 raise ValueError("the change does nothing: both sides end with the same loss")
+            for first, run in zip(self.pairs[0], pair, strict=True):
+                if first is not run and first.result()["val_loss"] == run.result()["val_loss"]:
+                    same = f"seeds {first.seed} and {run.seed} end with the same loss"
+                    advice = "let the script use hp.seed, or all pairs are one"
+                    raise ValueError(f"{run.side.name}: {same}: {advice}")
             per_nat = [result["val_bpb"] / result["val_loss"] for result in results]
             # Nats per token cannot be compared between tokenizers.
-            self.figure = "val_loss" if math.isclose(*per_nat, rel_tol=1e-6) else "val_bpb"
-            self.gains.append(baseline[self.figure] - candidate[self.figure])
+            self.unit = "nats" if math.isclose(*per_nat, rel_tol=1e-6) else "bits per byte"
+            figure = anytime.SCORES[self.unit]
+            self.gains.append(baseline[figure] - candidate[figure])
             self.judge()
             show(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}\n")
+            if len(self.gains) == 1:
+                self.show_forecast()
             if self.row["verdict"] != "not yet" and not self.args.seeds:
                 break
         return True
 
+    def show_forecast(self) -> None:
+        """Say after the first pair whether three pairs fit into --minutes."""
+        runs = [run for pair in self.pairs for run in pair]
+        done = sum(run.process is not None and run.result() is not None for run in runs)
+        missing = sum(run.result() is None for run in runs[:6])
+        if math.isinf(self.args.deadline) or done == 0:
+            return
+        rounds = [math.ceil(n / self.args.machine.jobs) for n in (done, done + missing)]
+        needed = (time.monotonic() - self.args.started) / 60 * rounds[1] / rounds[0]
+        limit = f"--minutes {self.args.minutes:g}"
+        advice = f"MORE THAN {limit}: fewer pairs give no verdict"
+        fits = f"within {limit}" if needed <= self.args.minutes else advice
+        show(f"three pairs take about {needed:.1f} minutes, {fits}\n")
+
     def judge(self) -> None:
-        """Show the verdict and write it to the ledger."""
-        low, high = interval(self.gains)
-        numbers = {"gain": fmean(self.gains), "low": low, "high": high}
+        """Write the verdict to the ledger, once there is a pair."""
+        low, high = anytime.interval(self.gains)
+        numbers = {"gain": fmean(self.gains or [math.nan]), "low": low, "high": high}
         self.row |= {name: f"{number:.5f}" for name, number in numbers.items()}
-        self.row["evidence"] = f"{evidence(self.gains, self.args.by):.3g}"
-        self.row["verdict"] = verdict(self.gains, self.args.by)
-        self.row["unit"] = "nats" if self.figure == "val_loss" else "bits per byte"
+        self.row["evidence"] = f"{anytime.evidence(self.gains, self.args.by):.3g}"
+        self.row["verdict"] = anytime.verdict(self.gains, self.args.by)
+        self.row["unit"] = self.unit
         self.row["pairs"] = str(len(self.gains))
+        if not self.gains:
+            return
         times = [pair[1].result()["ms_per_step"] for pair in self.pairs[: len(self.gains)]]
         self.row["ms_per_step"] = f"{fmean(times):.2f}"
         key, path = ("baseline", "candidate", "first_seed"), self.args.ledger
         rows = [row for row in read_ledger(path) if any(row[k] != self.row[k] for k in key)]
         lines = [self.row, *(row.values() for row in [*rows, self.row])]
         text = "".join("\t".join(line) + "\n" for line in lines)
-        path.with_suffix(".part").write_text(text, encoding="utf-8")
-        path.with_suffix(".part").replace(path)
+        warnings: list[str] = []
+        write_file = self.pairs[0][0].side.script.write_file
+        if not write_file(path, text.encode(), warnings.append):
+            raise ValueError(warnings[0])
 
     def __str__(self) -> str:
-        text = "{gain} {unit} ({low} to {high}), {verdict}"
-        if math.isinf(interval(self.gains)[0]):
-            text = "{gain} {unit}, not yet: needs at least three pairs"
-        return text.format(**self.row)
+        return anytime.describe(self.gains, self.unit, self.args.by)
 
     def compare_times(self) -> str:
         """The time of a step in proportion, from pairs that were trained side by side."""
@@ -165,39 +184,20 @@ class Experiment:
         limits = f"({min(ratios):.3f} to {max(ratios):.3f})"
         return f"time of a step: {fmean(ratios):.3f} times the baseline's {limits}"
 
-    def find_worth(self) -> str:
-        """Train the baseline for longer: with how many more steps is it as good?"""
-        shorter, slopes = [pair[0] for pair in self.pairs[: min(2, len(self.gains))]], []
-        side = shorter[0].side
-        for factor in (1.25, 1.5):
-            own = {"ITERATIONS": str(round(factor * side.hp.iterations))}
-            own["MAX_WALLCLOCK_SECONDS"] = str(factor * side.hp.max_wallclock_seconds)
-            name = f"baseline, {factor} times as long"
-            longer = prepare_side(name, Path(side.script.__file__), own, self.args)
-            runs = [Run(longer, run.seed) for run in shorter]
-            train(runs, self.args.machine)
-            pairs = [(a.result(), b.result()) for a, b in zip(shorter, runs, strict=True)]
-            gain = fmean(a[self.figure] - b[self.figure] for a, b in pairs)
-            slopes.append(gain / math.log(fmean(b["steps"] / a["steps"] for a, b in pairs)))
-        if min(slopes) < max(slopes) / 2:
-            return "worth: unknown, the loss does not fall steadily with more steps"
-        gains = (fmean(self.gains), *interval(self.gains))
-        times = [np.exp(gain / fmean(slopes)) for gain in gains]
-        return "worth: as good as {:.3f} times the steps ({:.3f} to {:.3f})".format(*times)
-
     def report(self) -> int:
         """Print the result. Returns the exit code."""
-        about = f"by more than {self.args.by:g}? evidence {self.row['evidence']}, 100 shows it"
-        show(f"\ngain: {self}\nbetter {about}\n{self.compare_times()}\n")
-        steps = [run.result()["steps"] for pair in self.pairs[: len(self.gains)] for run in pair]
-        is_capped = min(steps) < self.pairs[0][0].side.hp.iterations
+        self.judge()
+        if self.row["verdict"] == "not yet" and time.monotonic() > self.args.deadline:
+            show("--minutes are over: the same command goes on from here\n")
+        show(f"\ngain: {self}\n{anytime.describe_evidence(self.gains, self.args.by)}\n")
+        runs = [run for pair in self.pairs[: len(self.gains)] for run in pair]
+        is_capped = any(run.result()["steps"] < run.side.hp.iterations for run in runs)
+        show(f"{self.compare_times()}\n")
         if is_capped and self.args.machine.jobs > 1 and not self.args.machine.gpus:
             show("WARNING: the time limit ended runs that shared the CPU: use --jobs 1\n")
-        if self.args.worth:
-            show(f"{self.find_worth()}\n")
         rows = read_ledger(self.args.ledger)
         better = sum(row["verdict"] == "better" for row in rows)
-        stand = sum(claims_that_stand([float(row["evidence"]) for row in rows]))
+        stand = sum(anytime.claims_that_stand([float(row["evidence"]) for row in rows]))
         counts = f"changes tried: {len(rows)}, better: {better}, stand together: {stand}"
         show(f"{self.args.ledger}: {counts}\n")
         last = ("unit", "pairs", "gain", "low", "high", "evidence", "verdict")
@@ -232,15 +232,18 @@ def prepare(args: Namespace) -> Experiment:
     own = dict(word.partition("=")[::2] for word in args.set)
     if taken := [name for name in SET_PER_RUN if name in (*os.environ, *own)]:
         raise ValueError(f"{taken[0]} is set for each run: unset it, and use --seeds and --out")
+    args.started = time.monotonic()
+    args.deadline = args.started + 60 * args.minutes
     args.environ = {**(QUICK if args.quick else {}), **os.environ}
     args.machine, args.ledger = lock_folder(args), args.out / "ledger.tsv"
     change = write_scripts(args)
     baseline = prepare_side("baseline", args.out / "baseline.py", {}, args)
     candidate = prepare_side("candidate", args.out / "candidate.py", own, args)
     if baseline.folder == candidate.folder:
-        raise ValueError("nothing to compare: edit train_gpt.py, or use --set or --recipes")
+        raise ValueError(f"nothing to compare: edit {args.script}, or use --set")
     knobs = [name for name in map(str.upper, asdict(baseline.hp)) if name in args.environ]
-    row = {"date": time.strftime("%Y-%m-%d"), "commit": git("rev-parse", "--short", "HEAD").strip()}
+    commit = git(args.script, "rev-parse", "--short", "HEAD").decode().strip()
+    row = {"date": time.strftime("%Y-%m-%d"), "commit": commit}
     row |= {"change": change, "knobs": " ".join(f"{name}={args.environ[name]}" for name in knobs)}
     row |= {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
     # A baseline that was chosen for its losses with some seeds looks too good with them.
@@ -255,12 +258,14 @@ def prepare(args: Namespace) -> Experiment:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    printable()
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
     add("--quick", action="store_true", help="150 steps, as in README.md")
     add("--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE")
-    add("--recipes", nargs="+", default=[], metavar="NAME", help="see tests/recipes")
+    script_help = "the script of both sides (default: train_gpt.py)"
+    add("--script", type=Path, default=SCRIPT, metavar="FILE", help=script_help)
     add("--base", type=Path, metavar="FILE", help="the baseline's script")
     add("--launch", default="", metavar="COMMAND", help='for example "torchrun --standalone"')
     add("--seeds", type=int, nargs="+", metavar="N", help="train exactly these pairs")
@@ -268,7 +273,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--by", type=float, default=0.005, help="gain that counts (default: 0.005)")
     add("--jobs", type=int, metavar="N", help="runs at a time (default: one per GPU or core)")
     add("--out", type=Path, default=Path("out/experiments"), metavar="FOLDER")
-    add("--worth", action="store_true", help="say what the gain is worth in steps")
+    minutes_help = "stop then, with the verdict so far"
+    add("--minutes", type=float, default=math.inf, metavar="N", help=minutes_help)
     args = parser.parse_args(arguments)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup sets that

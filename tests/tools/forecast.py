@@ -1,9 +1,10 @@
 """Predict the size of a submission before its training.
 
-    PRESET=record python tests/tools/forecast.py train_gpt.py
+    python tests/tools/forecast.py train_gpt.py
+    PRESET=record2135 python tests/tools/forecast.py tests/records/train_record.py
 
-Builds the model of this script and these knobs, fills it with Gaussian values, exports it, and
-packs the script as `pack.py --minify` does. Exit code 0: it fits. 1: it does not."""
+Builds the model of the script and the knobs, fills it with Gaussian values, exports it, and packs
+the script as `pack.py --minify` does. Exit code 0: it fits. 1: it does not."""
 
 import argparse
 import os
@@ -11,18 +12,20 @@ import sys
 
 import pack
 import torch
-from trained import existing_file, load_script
+from trained import existing_file, load_script, printable
 
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    printable()
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("script", type=existing_file, nargs="?", default="train_gpt.py")
-    std_help = "standard deviation of the weights (0.3); almost without effect with sd_clip"
+    std_help = "standard deviation of the weights (0.3); without effect on clips in deviations"
     parser.add_argument("--std", type=float, default=0.3, help=std_help)
     args = parser.parse_args(arguments)
     script = load_script(args.script)
-    code = pack.pack(pack.minify(args.script.read_text(encoding="utf-8"))).encode()
+    code = pack.pack(pack.minify(pack.read_source(args.script))).encode()
     try:
         hp = script.Hyperparameters.from_env({**os.environ, "DATA_PATH": "none"})
     except script.InputError as error:

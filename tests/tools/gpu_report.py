@@ -5,15 +5,16 @@ DEVICE=cpu python tests/tools/gpu_report.py --tiny    a trial without a GPU, in 
 """
 
 import os
-import re
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from subprocess import CalledProcessError, TimeoutExpired, getoutput, run
 
 import torch
-from trained import SCRIPT, load_script
+from logs import read_run
+from trained import SCRIPT, load_script, printable
 
 TOOLS = Path(__file__).resolve().parent
 DEMO = "PRESET=demo BATCH_SLOTS=8 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
@@ -21,9 +22,9 @@ TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIO
 HEAD = "Send this file in an issue or a pull request.\n\n| part | result | seconds |\n|---|---|---|"
 # Name; second at which it is stopped; arguments of Python; knobs; last lines of output to show.
 PARTS = [
-    ("as trained", 140, [TOOLS / "bench_step.py"], "", 5),
-    ("without cuDNN's attention", 230, [TOOLS / "bench_step.py", "--without-cudnn"], "", 5),
-    ("without torch.compile", 270, [TOOLS / "bench_step.py"], "COMPILE=0", 5),
+    ("as trained", 140, [TOOLS / "bench_step.py", "--kernels"], "", 16),
+    ("without cuDNN's attention", 230, [TOOLS / "bench_step.py", "--without-cudnn"], "", 6),
+    ("without torch.compile", 270, [TOOLS / "bench_step.py"], "COMPILE=0", 6),
     ("export of the default model", 280, [__file__, "export"], "", 3),
     ("demo", 345, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
     ("demo on the CPU", 455, [SCRIPT], f"{DEMO} RUN_ID=cpu DEVICE=cpu", 1),
@@ -45,18 +46,22 @@ def export() -> None:
 
 def compare() -> None:
     """Compare the training losses of the demo and of the demo on the CPU."""
-    logs = [path.read_text() for path in Path(os.environ["OUTPUT_DIR"], "logs").iterdir()]
-    losses = [re.findall(r"^step:.* train_loss:(\S+)", log, re.M) for log in logs]
-    differences = [abs(float(a) - float(b)) for a, b in zip(*losses, strict=False)]
+    paths = Path(os.environ["OUTPUT_DIR"], "logs").glob("*.txt")
+    losses = [read_run(path).train.values() for path in paths]
+    differences = [abs(a - b) for a, b in zip(*losses, strict=False)]
     print(f"{len(differences)} steps, largest difference {max(differences):.4f} nats")
 
 
 def main() -> int:
     """Write the report. Returns the exit code."""
+    printable()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="measure nothing, try everything")
+    is_tiny = parser.parse_args().tiny
     gpu = getoutput("nvidia-smi --query-gpu=name,driver_version --format=csv,noheader")
     facts = f"{gpu}, torch {torch.__version__}, commit {getoutput('git describe --always --dirty')}"
     report = f"{facts}\n\n{HEAD}\n"
-    more, begin, code = TINY if "--tiny" in sys.argv else "", time.monotonic(), 0
+    more, begin, code = TINY if is_tiny else "", time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         for name, end, command, texts, num_lines in PARTS:
             knobs = dict(k.split("=") for k in f"{more} {texts} OUTPUT_DIR={folder}".split())
@@ -64,7 +69,7 @@ def main() -> int:
             settings = {"env": os.environ | knobs, "timeout": begin + end - started, "check": True}
             try:
                 done = run([sys.executable, *command], capture_output=True, text=True, **settings)
-                result = "; ".join(done.stdout.splitlines()[-num_lines:])
+                result = "<br>".join(done.stdout.splitlines()[-num_lines:])
             except CalledProcessError as error:
                 text = f"exit code {error.returncode}\n{error.stdout}{error.stderr}"
                 code, result = 1, f"FAILED: {text.splitlines()[-1]}"
@@ -72,7 +77,7 @@ def main() -> int:
                 code, result = 1, "FAILED: it took too long"
             report += f"| {name} | {result} | {time.monotonic() - started:.0f} |\n"
             print(f"{name}: {result}", flush=True)
-            Path("gpu_report.md").write_text(report)
+            Path("gpu_report.md").write_text(report, encoding="utf-8")
     return code
 
 

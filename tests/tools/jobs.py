@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-STEP_LINE = r"^step:(\d+)/(\d+) train_loss:(\S+) train_time:(\d+)ms"
+from logs import STEP_LINE
 
 
 @dataclass
@@ -65,22 +65,25 @@ class Run:
         """final_result.json of a finished run, and ms_per_step."""
         path = self.folder / "final_result.json"
         facts = json.loads(path.read_bytes()) if path.is_file() else {}
+        loss = facts.get("val_loss")  # null if it was not finite
         is_over = self.process is None or self.process.returncode == 0
-        if not is_over or not math.isfinite(facts.get("val_loss", math.nan)):
+        if not is_over or loss is None or not math.isfinite(loss):
             return None
         return {**facts, "ms_per_step": facts["train_ms"] / max(facts["steps"], 1)}
 
     def progress(self) -> str:
         """Step, loss and minutes left, from the end of the output."""
         path = self.folder / "output.txt"
-        steps = re.findall(STEP_LINE, path.read_bytes()[-4000:].decode(errors="replace"), re.M)
-        if not steps:
+        text = path.read_bytes()[-4000:].decode(errors="replace")
+        lines = [line for line in re.finditer(STEP_LINE, text, re.M) if line["kind"] == "train"]
+        if not lines:
             return f"{self}: starting"
-        step, iterations, loss, ms = steps[-1]
-        done = self.side.script.progress(self.side.hp, int(step), int(ms))
-        seconds = int(ms) / 1000 * (1 / done - 1) - (time.time() - path.stat().st_mtime)
+        step, hp = int(lines[-1]["steps"]), self.side.hp
+        ms = step * float(lines[-1]["ms_per_step"])
+        done = self.side.script.progress(hp, step, ms)
+        seconds = ms / 1000 * (1 / done - 1) - (time.time() - path.stat().st_mtime)
         left = f"{max(0, seconds) / 60:.1f} min left" if done < 1 else "scoring"
-        return f"{self}: step {step}/{iterations}, loss {loss}, {left}"
+        return f"{self}: step {step}/{hp.iterations}, loss {lines[-1]['loss']}, {left}"
 
 
 def start(run: Run, running: list[Run], machine: Machine) -> None:

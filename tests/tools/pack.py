@@ -8,8 +8,11 @@ packed.py runs, also under torchrun, and can be imported. The "Code size" in its
 import argparse
 import ast
 import base64
+import importlib.util
 import lzma
 from pathlib import Path
+
+from trained import existing_file, printable
 
 # Tracebacks, inspect and torch.compile read source lines from linecache. The empty lines keep the
 # line numbers of the text apart from those of this template. Before Python 3.13 the default
@@ -23,6 +26,11 @@ linecache.cache[__file__] = len(source), None, io.StringIO(source).readlines(), 
 if __name__ == "__main__": sys.excepthook = traceback.print_exception
 exec(compile(source, __file__, "exec"))
 """
+
+
+def read_source(path: Path) -> str:
+    """The text of a script, without a byte order mark, and decoded as its coding line says."""
+    return importlib.util.decode_source(path.read_bytes())
 
 
 def minify(source: str) -> str:
@@ -44,16 +52,16 @@ def pack(source: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("script", type=Path)
+    printable()
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("script", type=existing_file)
     parser.add_argument("packed", type=Path, help="the file to write")
     parser.add_argument("--minify", action="store_true", help="remove comments and docstrings")
     args = parser.parse_args()
     if args.script.resolve() == args.packed.resolve():
         parser.error(f"{args.packed} would overwrite its own source: name another file")
-    if not args.script.is_file():
-        parser.error(f"{str(args.script)!r} is not a file")
-    source = args.script.read_text(encoding="utf-8")
+    source = read_source(args.script)
     compile(source, args.script, "exec")  # a broken script is not packed
     args.packed.write_text(pack(minify(source) if args.minify else source))
     before, after = (path.stat().st_size for path in (args.script, args.packed))

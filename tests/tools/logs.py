@@ -1,0 +1,77 @@
+"""Read the logs of runs: those of train_gpt.py, of the challenge's baseline and of records."""
+
+import math
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# A log file begins with the script's source, which ends with a line of 100 "=". The first line that
+# a run prints is the path of its log. The log of the last start follows the last of these lines.
+START_LINE = r"^(?:={100}|(?:\S.*/)?logs/[^/\n]+\.txt)$"
+STEP_LINE = (
+    r"^step:(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) (val_bpb:(?P<bpb>\S+) )?"
+    r".*train_time:\d+ms step_avg:(?P<ms_per_step>\S+)ms"
+)
+FACT_LINES = (
+    STEP_LINE,
+    r"^val_bpb:enabled .*tokenizer_path=(?:.*/)?(?P<tokenizer>.+)",
+    r"^train_loader:(?P<data>.*)",
+    r"^val_loader:.* (?P<validation>tokens:\d+)",
+    r"^(?P<batch>train_batch_tokens:(?P<tokens>\d+) train_seq_len:\d+) (?P<length>iterations:\d+) "
+    r".*max_wallclock_seconds:(?P<time_limit>\S+)",
+    r"^seed:(?P<seed>\d+)$",
+    r"^peak memory allocated: (?P<memory_mib>\d+) MiB",
+    r"^Serialized model \S+: (?P<artifact_bytes>\d+) bytes",
+    r"^Total submission size \S+: (?P<total_bytes>\d+) bytes",
+    r"^(?:\S+ val_loss:.* stride:(?P<stride>\d+).*\n)?"  # a line with four digits comes first
+    r"(?P<score>\S+) val_loss:(?P<val_loss>\d+\.\d{8}) val_bpb:(?P<val_bpb>\d+\.\d{8})( .*)?$",
+)
+OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # of this project
+
+
+@dataclass
+class Run:
+    """A run, as far as its log tells it."""
+
+    path: Path
+    name: str
+    facts: dict[str, str | None] = field(default_factory=dict)
+    train: dict[int, float] = field(default_factory=dict)  # loss in nats per token, by step
+    val: dict[int, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)  # facts that are numbers
+    unfinished: str = ""  # the last line of a log without a final line
+    bpb_per_nat: float = math.nan  # bits per byte of a loss of 1 nat per token; nan: unknown
+
+
+def read_run(path: Path) -> Run:
+    """Read the last start in a log. Raises OSError if the file is not a log."""
+    run = Run(path, path.stem)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    *earlier, log = re.split(START_LINE, text, flags=re.M)
+    # Scripts of the challenge list their knobs, perhaps before their source.
+    for seed in re.findall(r"^  seed: (\d+)$", text, re.M):
+        run.facts["seed"] = seed
+    for pattern in FACT_LINES:
+        for match in re.finditer(pattern, log, re.M):
+            run.facts |= match.groupdict()
+            if pattern == STEP_LINE:
+                losses = run.train if match["kind"] == "train" else run.val
+                losses[int(match["steps"])] = float(match["loss"])
+                if match["bpb"] and float(match["loss"]) > 0:
+                    run.bpb_per_nat = float(match["bpb"]) / float(match["loss"])
+    if text.strip() and not earlier and not run.facts:
+        raise OSError(f"{path} is not the log of a run")
+    if run.facts.get("score") in OWN_SCORES:  # without a stride, windows are side by side
+        run.facts["stride"] = run.facts["stride"] or "none"
+    if run.facts.keys() >= {"tokens", "ms_per_step"}:
+        milliseconds = float(run.facts["ms_per_step"]) or math.nan
+        run.facts["tokens_per_second"] = str(1000 * int(run.facts["tokens"]) / milliseconds)
+    for name, text in run.facts.items():
+        with suppress(TypeError, ValueError):
+            run.figures[name] = float(text)
+    if "val_loss" in run.figures:  # with more digits than in a step's line
+        run.bpb_per_nat = run.figures["val_bpb"] / run.figures["val_loss"]
+    else:
+        run.unfinished = repr(log.rstrip().split("\n")[-1][:80])
+    return run
