@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
         gpt, runtime = open_model(script, args.model, {"DEVICE": "auto", "DTYPE": "fp32"})
     except script.InputError as error:
         sys.exit(f"{error} (--script names another script)")
-    print(*runtime.log.waiting, sep="\n", end="", file=sys.stderr)
+    for warning in runtime.log.waiting:
+        print(warning, file=sys.stderr)
     hp = gpt.eval().hp
     try:
         tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)
