@@ -15,12 +15,13 @@ import pytest
 import referee
 import torch
 import torch.nn.functional as F
+import train_record
 from runs import ALONE
-from scripts import random_model
+from scripts import RECORDS, random_model, read, record_knobs
 from sentencepiece import SentencePieceProcessor
 from texts import TEXTS, read_shard, train_tokenizer, write_shard
 from torch import Tensor, nn
-from trained import RECORD, load_script
+from trained import load_script
 
 import train_gpt
 
@@ -33,9 +34,6 @@ SMALL = (
 )
 LORA = "LORA_RANK=4 LORA_CHUNK=16 LORA_DOCUMENTS=2 LORA_LR=0.01"
 PHASES = f"{LORA} LORA_PHASES=2 LORA_PHASE_DOCUMENTS=2 LORA_PHASE_LR=0.1"
-LANES = "PARALLEL_LAYERS=1 LOOP_LAYERS=1 LOOP_FIRST=0"
-RECORD2135 = f"PRESET=record2135 {LANES} {PHASES} LORA_CONTEXT={T} TILT_TOKENS=2"
-train_record = load_script(RECORD)
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +49,6 @@ def small(tmp_path_factory) -> dict[str, str]:
     write_shard(folder / "fineweb_val_0.bin", sum(documents[:12], []))
     write_shard(folder / "fineweb_train_0.bin", sum(documents[12:], []))
     return {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(tokenizer), **read(SMALL)}
-
-
-def read(knobs: str) -> dict[str, str]:
-    return dict(knob.split("=") for knob in knobs.split())
 
 
 def judge(script: ModuleType, environ: dict[str, str]) -> dict[str, tuple[str, str]]:
@@ -79,26 +73,16 @@ FAIR = {
     "hints": "TILT_BOOST=2 TILT_TOKENS=2 TILT_SHARE=0.5",
     "lora": LORA,
     "lora_keep_and_phases": f"{PHASES} LORA_KEEP=1",
-    "record1394": "PRESET=record1394 LOOP_LAYERS=1 LOOP_FIRST=0 EVAL_STRIDE=8",
-    "record1855": f"PRESET=record1855 {LANES} {PHASES}",
-    "record2014": f"PRESET=record2014 {LANES} {PHASES} CONTEXT_GROWTH=0.25:0.3,0.5:0.7",
-    "record2135": RECORD2135,
 }
 FAST = ("base", "strides", "hints", "lora_keep_and_phases")
-SLOW = [pytest.param(name, marks=pytest.mark.recipes) for name in FAIR if name not in FAST]
+SLOW = [pytest.param(k, marks=pytest.mark.records) for k in (*FAIR, *RECORDS) if k not in FAST]
 
 
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_a_fair_score_passes(small, name):
     script = train_gpt if name in ("base", "strides") else train_record
-    assert broken(judge(script, {**small, **read(FAIR[name])})) == []
-
-
-@pytest.mark.recipes
-def test_hints_in_stream_order_are_a_circle(small):
-    """With phases, no decoder could follow them: the published order."""
-    findings = judge(train_record, {**small, **read(f"{RECORD2135} TILT_ORDER=stream")})
-    assert broken(findings) == [ORDER] and "in a circle" in findings[ORDER][1]
+    environ = record_knobs(name, small) if name in RECORDS else {**small, **read(FAIR[name])}
+    assert broken(judge(script, environ)) == []
 
 
 # ---- Unfair edits: losses of tokens[1:], from a model and its logits in windows side by side -----
@@ -219,7 +203,7 @@ EARLY = {
 def test_training_on_a_chunk_or_documents_before_scoring_breaks_the_order(
     tmp_path, small, trained_on
 ):
-    text, path = RECORD.read_text(), tmp_path / "edited.py"
+    text, path = Path(train_record.__file__).read_text(), tmp_path / "edited.py"
     for old, new in EARLY[trained_on].items():
         assert text.count(old) == 1
         text = text.replace(old, new)
@@ -293,10 +277,8 @@ def test_a_lone_space_in_bytes_is_one_byte(small, tmp_path):
     ],
 )
 def test_limits_count_calibration(tmp_path, gpus, change, holds, monkeypatch):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "name.txt").write_text("gptq_time:5000ms\n")
     result = {"bytes_total": 16_000_000, "train_ms": 595_100, "steps": 5951, "eval_ms": 600_000}
-    result |= {**change, "knobs": {"run_id": "name"}}
+    result |= {"gptq_ms": 5000, **change}
     (tmp_path / "final_result.json").write_text(json.dumps(result))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert (
