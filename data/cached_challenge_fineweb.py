@@ -31,7 +31,7 @@ FILES_AT_ONCE = 8
 
 def is_whole(file: Path) -> bool:
     """Return whether a file has content. That of a shard is as long as its header says, that of a
-    file in the client's cache has the hash which is its name."""
+    file in the client's cache has the hash that is its name: SHA-256, or git's for small files."""
     try:
         size = file.stat().st_size
         if file.suffix == ".bin":
@@ -39,8 +39,7 @@ def is_whole(file: Path) -> bool:
     except (OSError, ValueError):
         return False
     name = os.path.basename(os.readlink(file)) if file.is_symlink() else ""
-    hashes = {64: hashlib.sha256(), 40: hashlib.sha1(b"blob %d\0" % size)}  # large files; git's own
-    digest = hashes.get(len(name))
+    digest = {64: hashlib.sha256(), 40: hashlib.sha1(b"blob %d\0" % size)}.get(len(name))
     with open(file, "rb") as content:
         while digest and (data := content.read(2**20)):
             digest.update(data)

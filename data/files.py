@@ -27,7 +27,8 @@ UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
 
 def start_program(doc: str | None) -> argparse.ArgumentParser:
     """Let stdout print any text, and return a parser that shows the docstring's first line."""
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout:  # it may be closed
+        sys.stdout.reconfigure(errors="backslashreplace")
     return argparse.ArgumentParser(description=(doc or "").partition("\n")[0])  # python -OO: None
 
 

@@ -229,14 +229,17 @@ def test_a_wrong_repository_is_one_error(hub, tmp_path):
     assert "no/body" in line and hub.url in line and "MATCHED_FINEWEB_REPO_ID" in line
 
 
-def test_help_needs_no_docstrings(monkeypatch):
-    """PYTHONOPTIMIZE=2 removes them."""
+def test_help_needs_no_docstrings_and_no_stdout(monkeypatch):
+    """PYTHONOPTIMIZE=2 removes docstrings; stdout may be closed."""
     programs = (check_dataset, demo_corpus, download_hf_docs_and_tokenize, cached_challenge_fineweb)
     for program in programs:
         monkeypatch.setattr(program, "__doc__", None)
         monkeypatch.setattr("sys.argv", ["", "--help"])
         with pytest.raises(SystemExit, match="^0$"):
             program.main()
+    monkeypatch.setattr("sys.stdout", None)
+    with pytest.raises(SystemExit, match="^0$"):
+        check_dataset.main(["--help"])
 
 
 def test_a_missing_package_is_one_error(hub, tmp_path):

@@ -1,6 +1,7 @@
 """Model files: scoring them (score.py), and damaged, foreign and hostile ones, which are one error
 that names the file and never run code. (Shards: test_data.py. Resuming: test_checkpoints.py.)"""
 
+import copy
 import io
 import json
 import os
@@ -25,7 +26,6 @@ from train_gpt import (
     TrainingState,
     load_checkpoint,
     load_weights,
-    new_state,
 )
 
 ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpoints/test.pt"
@@ -35,12 +35,14 @@ RESULT = "final_result.json"
 @pytest.fixture(scope="module")
 def state(quantized_knobs) -> TrainingState:
     """State of a run with the knobs of the files."""
-    return new_state(Hyperparameters.from_env(quantized_knobs), ALONE)
+    return TrainingState(Hyperparameters.from_env(quantized_knobs), ALONE)
 
 
 def resume(state: TrainingState, path: Path, data: bytes) -> None:
     path.write_bytes(data)
-    load_checkpoint(replace(state, hp=replace(state.hp, resume=str(path))))
+    resumed = copy.copy(state)
+    resumed.hp = replace(state.hp, resume=str(path))
+    load_checkpoint(resumed)
 
 
 def load_model(state: TrainingState, path: Path, data: bytes) -> None:
@@ -112,7 +114,7 @@ def test_no_code_is_run_from_a_file(tmp_path, monkeypatch, state, load, save, wr
 def test_weights_of_another_model_are_an_error_that_names_the_file(
     trained, tmp_path, state, load, name
 ):
-    other = new_state(replace(state.hp, num_layers=3, model_dim=64), ALONE)
+    other = TrainingState(replace(state.hp, num_layers=3, model_dim=64), ALONE)
     with pytest.raises(InputError, match="file'? does not fit: use the script"):
         load(other, tmp_path / "file", (trained[0] / name).read_bytes())
 

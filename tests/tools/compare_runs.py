@@ -111,11 +111,9 @@ def pair_by_seed(sides: list[list[Run]]) -> list[tuple[Run, Run]]:
     return [(first[seed], second[seed]) for seed in seeds]
 
 
-def run_welch(sides: list[list[Run]], unit: str, by: float, alpha: float) -> tuple[bool, str]:
+def run_welch(groups: list[Group], unit: str, by: float, alpha: float) -> tuple[bool, str]:
     """Run Welch's t-test: is the candidate better by more than `by`? Returns also a text."""
-    baseline, candidate = (
-        np.array([run.figures[anytime.SCORES[unit]] for run in side]) for side in sides
-    )
+    baseline, candidate = (np.array(group.values(anytime.SCORES[unit])) for group in groups)
     low, high = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval()
     margin = {"equal_var": False, "alternative": "greater"}
     p = stats.ttest_ind(baseline, candidate + by, **margin).pvalue
@@ -140,14 +138,13 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
         return 2, f"not tested: SCORES OF DIFFERENT STRIDES ({strides}): {advice}"
     unit = common_unit(runs, tolerance=1e-6)
     if pairs := pair_by_seed(sides):
-        gains = [
-            a.figures[anytime.SCORES[unit]] - b.figures[anytime.SCORES[unit]] for a, b in pairs
-        ]
+        figure = anytime.SCORES[unit]
+        gains = [a.figures[figure] - b.figures[figure] for a, b in pairs]
         is_shown = anytime.verdict(gains, by, alpha) == "better"
         text = f"{len(pairs)} pairs of one seed: {anytime.describe(gains, unit, by, alpha)}\n"
         text += f"  {anytime.describe_evidence(gains, by, alpha)}"
     else:
-        is_shown, text = run_welch(sides, unit, by, alpha)
+        is_shown, text = run_welch(groups, unit, by, alpha)
     return int(not is_shown), f"baseline minus candidate:\n{text}"
 
 
