@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 import torch
+import train_record
 from edits import EDITS, README, TECHNIQUES, TOGETHER, edit_script
 from runs import (
     ALONE,
@@ -130,32 +131,27 @@ def test_the_page_of_records_shows_its_edits():
         assert f"\n\n{textwrap.indent(code, '    ')}\n" in page, code
 
 
-@pytest.fixture(scope="module")
-def record_script():
-    return load_script(ROOT / "tests/records/train_record.py")
-
-
 @pytest.mark.baseline
 @pytest.mark.parametrize("names", [[*TECHNIQUES], *([name] for name in TECHNIQUES)], ids=" ".join)
-def test_a_copied_technique_equals_its_knob_bit_for_bit(tmp_path, knobs, record_script, names):
+def test_a_copied_technique_equals_its_knob_bit_for_bit(tmp_path, knobs, names):
     knobs = {**knobs, "WARMDOWN_ITERS": "40"}  # the floor of the learning rate acts in six steps
     edited = tmp_path / "edited.py"
     edited.write_text(edit_script(SCRIPT.read_text(), names))
     own = {knob: value for name in names for knob, value in TECHNIQUES[name].items()}
     by_hand = finished(run_here(tmp_path / "a", knobs, load_script(edited)))
-    by_knob = finished(run_here(tmp_path / "b", {**knobs, **own}, record_script))
+    by_knob = finished(run_here(tmp_path / "b", {**knobs, **own}, train_record))
     assert same_models(tmp_path / "a", tmp_path / "b")
     assert by_hand[-1] == by_knob[-1]
 
 
 @pytest.mark.baseline
-@pytest.mark.recipes
+@pytest.mark.records
 @pytest.mark.parametrize("names", CASES, ids=" ".join)
 def test_tests_that_are_not_baseline_stay_green(tmp_path, names):
     """In a copy of the project. Some minutes for each."""
     keep = shutil.ignore_patterns(".*", "datasets", "tokenizers", "logs", "*.pt", "*.ptz")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=keep)
     (copy / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), names))
-    command = [sys.executable, "-m", "pytest", "tests", "-q", "-m", "not baseline and not recipes"]
+    command = [sys.executable, "-m", "pytest", "tests", "-q", "-m", "not baseline and not records"]
     result = subprocess.run(command, cwd=copy, env=process_environ({}), capture_output=True)
     assert result.returncode == 0, result.stdout.decode()[-3000:]

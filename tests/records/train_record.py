@@ -118,7 +118,7 @@ LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # that LORA_SKIP m
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs: num_layers is the variable NUM_LAYERS. -1 does what a comment says after "0:"."""
+    """All knobs; num_layers is the variable NUM_LAYERS. If a comment has "0:", -1 does the same."""
 
     # run; RUN_ID names the log and the checkpoint, by default after the time of the start
     preset: str = ""  # "", demo or a record (see PRESETS): other defaults
@@ -2086,7 +2086,8 @@ def train_step(state: TrainingState) -> Tensor:
         slot = micro_step * state.runtime.world_size + state.runtime.rank
         torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
         if dist.is_initialized():
-            # DDP's forward pass reads it: the last micro-step takes the ranks' mean, once a step.
+            # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
+            # only: one exchange a step. It reads this flag in its forward pass.
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         slot = hp.train_batch_tokens // hp.batch_slots
         row = slot if hp.whole_documents else state.gpt.context
@@ -2275,10 +2276,9 @@ def finish(state: TrainingState, validation: Validation) -> int:
         end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
         runtime.log(f"stopping_early: wallclock_cap {end}")
     if runtime.world_size > 1:
-        same = runtime.gather(
-            zipfile.crc32(serialize(state.gpt.state_dict())) == checksums[WEIGHTS]
-        )
-        runtime.log("replicas:identical" if all(same) else "WARNING: replicas: weights differ")
+        own = zipfile.crc32(serialize(state.gpt.state_dict()))
+        same = all(runtime.gather(own == checksums[WEIGHTS]))
+        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
     if runtime.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
