@@ -67,7 +67,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs: num_layers is the variable NUM_LAYERS. -1 does what a comment says after "0:"."""
+    """All knobs; num_layers is the variable NUM_LAYERS. If a comment has "0:", -1 does the same."""
 
     # run; RUN_ID names the log and the checkpoint, by default after the time of the start
     preset: str = ""  # "" or "demo": other defaults
@@ -1194,7 +1194,8 @@ def train_step(state: TrainingState) -> Tensor:
         slot = micro_step * state.runtime.world_size + state.runtime.rank
         torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
         if dist.is_initialized():
-            # DDP's forward pass reads it: the last micro-step takes the ranks' mean, once a step.
+            # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
+            # only: one exchange a step. It reads this flag in its forward pass.
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         batch = state.loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, grad_accum_steps)
         loss = state.model(*batch) * (1 / grad_accum_steps)
@@ -1304,7 +1305,7 @@ def log_warnings(validation: Validation, runtime: Runtime) -> None:
         for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
             runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
     if not validation.is_tokenizer_right:
-        runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
+        runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
     if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
         runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
 
@@ -1375,10 +1376,9 @@ def finish(state: TrainingState, validation: Validation) -> int:
         end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
         runtime.log(f"stopping_early: wallclock_cap {end}")
     if runtime.world_size > 1:
-        same = runtime.gather(
-            zipfile.crc32(serialize(state.gpt.state_dict())) == checksums[WEIGHTS]
-        )
-        runtime.log("replicas:identical" if all(same) else "WARNING: replicas: weights differ")
+        own = zipfile.crc32(serialize(state.gpt.state_dict()))
+        same = all(runtime.gather(own == checksums[WEIGHTS]))
+        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
     if runtime.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")

@@ -6,7 +6,7 @@ Downloads all validation shards and the first N train shards (200 MB each) into 
 cache and links them into data/. After an interruption, the same command downloads the rest.
 """
 
-import argparse
+import hashlib
 import os
 import shutil
 import signal
@@ -30,13 +30,20 @@ FILES_AT_ONCE = 8
 
 
 def is_whole(file: Path) -> bool:
-    """Return whether a file exists, and is as long as its header says if it is a shard."""
+    """Return whether a file has content. That of a shard is as long as its header says, that of a
+    file in the client's cache has the hash that is its name: SHA-256, or git's for small files."""
     try:
+        size = file.stat().st_size
         if file.suffix == ".bin":
             files.count_tokens(file)
-        return file.exists()
     except (OSError, ValueError):
         return False
+    name = os.path.basename(os.readlink(file)) if file.is_symlink() else ""
+    digest = {64: hashlib.sha256(), 40: hashlib.sha1(b"blob %d\0" % size)}.get(len(name))
+    with open(file, "rb") as content:
+        while digest and (data := content.read(2**20)):
+            digest.update(data)
+    return size > 0 and (digest is None or digest.hexdigest() == name)
 
 
 def link_or_copy(source: Path, place: Path) -> None:
@@ -134,7 +141,7 @@ def stop(*_: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = files.start_program(__doc__)
     parser.add_argument("--variant", default="sp1024", help="sp1024, ..., byte260")
     number = parser.add_mutually_exclusive_group()
     count = {"type": int, "metavar": "N", "help": f"train shards (default {DEFAULT_TRAIN_SHARDS})"}

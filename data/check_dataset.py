@@ -7,14 +7,12 @@ of the validation split also train. If something is wrong, prints a line for eac
 and exits with 1.
 """
 
-import argparse
 import collections
 import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import caseops
 import files
@@ -22,79 +20,75 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor
 from tokenizer_tools import open_model
 
-CHUNK = 2**20  # tokens counted at a time
-SAMPLE = 20  # documents per shard to decode and encode again
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for train_gpt
+
+CHUNK = 2**22  # tokens counted at a time
 RUN = 10  # this many documents in a row, in both splits, are a leak
+LONG = 50  # tokens; a document that is shorter may repeat by chance
 GET_AGAIN = "download or rebuild the dataset again"
 WRONG_TOKENIZER = f"set --tokenizer to the model that made it, or {GET_AGAIN}"
 
 
-def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[np.ndarray, list[list[int]]]:
-    """Count each token id, int64 (65536,), and return the first complete documents, without BOS.
-    Raises ValueError if another tokenizer made the tokens."""
+def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[int, int, list[str]]:
+    """Return the numbers of documents and of bytes of text, and the beginnings of the first
+    documents. Raises ValueError if another tokenizer made the tokens."""
+    import train_gpt  # not for --help: torch takes seconds
+
     tokens = np.fromfile(path, "<u2", offset=files.HEADER_BYTES)
-    chunks = np.split(tokens, range(CHUNK, tokens.size, CHUNK))  # bincount needs int64 copies
-    id_counts = sum(np.bincount(chunk, minlength=2**16) for chunk in chunks)
-    largest = max(np.flatnonzero(id_counts), default=0)
+    largest = tokens.max(initial=0)
     if largest >= sp.vocab_size():
         raise ValueError(f"{path}: id {largest}, but {sp.vocab_size()} pieces: {WRONG_TOKENIZER}")
-    # The tokens before the first BOS and after the last one may be parts of documents.
-    documents = np.split(chunks[0], np.flatnonzero(chunks[0] == sp.bos_id()))[1:-1]
-    sample = [document[1:].tolist() for document in documents[:SAMPLE]]
-    same = sum(sp.encode(sp.decode(document)) == document for document in sample)
-    if same < len(sample) / 2:
-        counts = f"{same} of {len(sample)} documents"
-        raise ValueError(f"{path}: only {counts} re-encode to the same tokens: {WRONG_TOKENIZER}")
-    return id_counts, sample
+    is_bos = tokens == sp.bos_id()
+    starts = np.flatnonzero(is_bos[:CHUNK])[:4]
+    if starts.size and not train_gpt.retokenizes(sp, tokens[:CHUNK]):
+        raise ValueError(f"{path}: encoding its text gives other tokens: {WRONG_TOKENIZER}")
+    # Each part but the first begins with the last token of the one before: it is not a target.
+    parts = (tokens[max(end - 1, 0) : end + CHUNK] for end in range(0, tokens.size, CHUNK))
+    num_bytes = sum(train_gpt.count_bytes(sp, part) for part in parts)
+    # The decoder keeps U+2581 where three byte tokens write it: it is a space.
+    documents = np.split(tokens[:CHUNK], starts)[1:4]
+    texts = [sp.decode(ids[1:100].tolist()).replace("\u2581", " ") for ids in documents]
+    return int(is_bos.sum()), num_bytes, texts
 
 
-def count_bytes(id_counts: np.ndarray, sp: SentencePieceProcessor) -> int:
-    """Return the number of bytes of text in these tokens."""
-    total = 0
-    for id in range(sp.vocab_size()):
-        if sp.is_byte(id):
-            total += int(id_counts[id])
-        elif not (sp.is_control(id) or sp.is_unknown(id) or sp.is_unused(id)):
-            text = sp.id_to_piece(id).replace("\u2581", " ").translate(caseops.WITHOUT_MARKS)
-            total += int(id_counts[id]) * len(text.encode())
-    return total
-
-
-class Leaks(NamedTuple):
-    """Validation documents that are also in the train shards."""
-
-    documents: int  # all of the validation split
-    repeated: int  # those that are also in the train shards
-    in_a_row: int  # those in the same row of RUN or more in both: a leak
-
-
-def hash_documents(paths: Iterable[Path], bos_id: int) -> Iterator[int]:
-    """Yield a hash of each document, from BOS to the next BOS, in these shards."""
+def hash_documents(paths: Iterable[Path], bos_id: int) -> Iterator[tuple[int, int]]:
+    """Yield a hash and the number of tokens of each document in these shards."""
     # 64 bits of a whole document need no second look: 50,000 documents against 10 million agree by
     # chance once in 37 million checks. Each split ends at the end of a document.
     rest = b""  # the last document of a shard may go on in the next one
     for path in paths:
         data = rest + path.read_bytes()[files.HEADER_BYTES :]
         starts = (2 * np.flatnonzero(np.frombuffer(data, "<u2") == bos_id)).tolist()
-        yield from (hash(data[start:end]) for start, end in itertools.pairwise(starts))
+        for start, end in itertools.pairwise(starts):
+            yield hash(data[start:end]), (end - start) // 2 - 1  # without BOS
         rest = data[starts[-1] :] if starts else b""
-    yield hash(rest)
+    yield hash(rest), len(rest) // 2 - 1
 
 
-def find_leaks(val_paths: Iterable[Path], train_paths: Iterable[Path], bos_id: int) -> Leaks:
-    """Compare all documents of two lists of good shards, with one shard in memory at a time."""
-    val = [*hash_documents(val_paths, bos_id)]
-    known, repeated, in_a_row = {*val}, set(), set()
+def find_leaks(
+    val_paths: Iterable[Path], train_paths: Iterable[Path], bos_id: int
+) -> tuple[int, int, int]:
+    """Compare all documents of two lists of good shards, with one shard in memory at a time. Return
+    the number of validation documents, of those that are also in the train shards, and of those
+    that make a leak: RUN different ones in a row (or all, if there are fewer), or more than a tenth
+    of those of LONG tokens or more."""
+    val, lengths = zip(*hash_documents(val_paths, bos_id), strict=True)
+    known, repeated, leaked = {*val}, set(), set()
     # Without those that repeat a document: short ones may follow each other by chance.
-    rows = zip(*(val[i:] for i in range(RUN)), strict=False)
-    places = {row: range(i, i + RUN) for i, row in enumerate(rows) if len({*row}) == RUN}
-    last = collections.deque(maxlen=RUN)
-    for document in hash_documents(train_paths, bos_id):
+    run = min(RUN, len(val))
+    rows = zip(*(val[i:] for i in range(run)), strict=False)
+    places = {row: range(i, i + run) for i, row in enumerate(rows) if len({*row}) == run}
+    last = collections.deque(maxlen=run)
+    for document, _ in hash_documents(train_paths, bos_id):
         last.append(document)
         if document in known:
             repeated.add(document)
-            in_a_row.update(places.get(tuple(last), ()))
-    return Leaks(len(val), sum(document in repeated for document in val), len(in_a_row))
+            leaked.update(places.get(tuple(last), ()))
+    long = [i for i, length in enumerate(lengths) if length >= LONG]
+    long_repeated = [i for i in long if val[i] in repeated]
+    if 10 * len(long_repeated) > len(long):
+        leaked.update(long_repeated)
+    return len(val), sum(document in repeated for document in val), len(leaked)
 
 
 def check_split(
@@ -105,24 +99,21 @@ def check_split(
     paths = sorted(folder.glob(f"fineweb_{split}_*.bin"))
     expected = {folder / f"fineweb_{split}_{index:06d}.bin" for index in range(len(paths))}
     problems += [f"{path} is missing: {GET_AGAIN}" for path in sorted(expected - {*paths})]
-    total = np.zeros(2**16, dtype=np.int64)
+    tokens = docs = num_bytes = 0
     beginnings: list[str] = []
     for path in paths:
         try:
-            files.count_tokens(path)
+            tokens += files.count_tokens(path)
         except (OSError, ValueError) as error:
             problems.append(f"{error}: {GET_AGAIN}")
             continue
-        id_counts, documents = read_shard(path, sp)
-        total += id_counts
-        texts = [sp.decode(document[:100]) for document in documents[:3]]
+        shard_docs, shard_bytes, texts = read_shard(path, sp)
+        docs, num_bytes = docs + shard_docs, num_bytes + shard_bytes
         beginnings += map(caseops.decode, texts) if caseops.is_caseops(sp) else texts
-    tokens, docs = int(total.sum()), int(total[sp.bos_id()])
     if tokens and not docs:
         raise ValueError(f"{folder}: no {split} token is BOS ({sp.bos_id()}): {WRONG_TOKENIZER}")
-    per_token = count_bytes(total, sp) / max(tokens, 1)
     counts = f"shards:{len(paths)} tokens:{tokens} documents:{docs}"
-    print(f"{split}: {counts} bytes_per_token:{per_token:.4f}")
+    print(f"{split}: {counts} bytes_per_token:{num_bytes / max(tokens, 1):.4f}")
     for text in beginnings[:3]:
         print(f"{split}: begins: {' '.join(text.split())[:80]}")
     return {f"files_{split}": len(paths), f"tokens_{split}": tokens, f"docs_{split}": docs}
@@ -160,15 +151,17 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
     for split in ("val", "train"):
         found |= check_split(folder, split, sp, problems)
     if found["tokens_val"] and found["tokens_train"] and not problems:
-        docs, repeated, in_a_row = find_leaks(*paths, sp.bos_id())
+        docs, repeated, leaked = find_leaks(*paths, sp.bos_id())
         share = f"{repeated} of {docs} documents ({repeated / docs:.2%})"
         print(f"val: {share} are also in train shards")
-        if in_a_row:
+        if leaked:
             problems.append(
-                f"{folder}: {in_a_row} of {docs} validation documents are in the train shards in "
-                "the same order: the splits were made with different --num-val-docs, and a score "
-                f"on them is worth nothing: {GET_AGAIN}, both splits at once"
+                f"{folder}: {leaked} of {docs} validation documents are in the train shards, so a "
+                "score on them is worth nothing: remove duplicates from your text, or, if the "
+                f"splits were made with different --num-val-docs, {GET_AGAIN}, both splits at once"
             )
+        elif 10 * repeated > docs:
+            print(f"WARNING: many documents of under {LONG} tokens repeat, which lowers the score")
     if not (manifest or place.exists()):
         print(f"{place} is missing: there is nothing to compare with")
         return problems
@@ -177,12 +170,11 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Check the dataset that the arguments name. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = files.start_program(__doc__)
     parser.add_argument("dataset", help="folder of fineweb_{train,val}_*.bin")
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece .model file")
     parser.add_argument("--manifest", type=Path, help="default: DATASET_DIR/../../manifest.json")
     args = parser.parse_args(arguments)
-    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         problems = check(Path(os.path.abspath(args.dataset)), args.tokenizer, args.manifest)
     except (OSError, ValueError) as error:

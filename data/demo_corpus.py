@@ -4,10 +4,9 @@
 
 About 2 MB of English: the help topics (pydoc_data.topics) and the docstrings of the standard
 library, long ones in pieces. Validation has whole topics and modules; training has none of these.
-The same Python version always gives the same bytes. Complete files stay until this script changes.
+The same Python version always gives the same bytes. Complete files stay until the code changes.
 """
 
-import argparse
 import ast
 import hashlib
 import lzma
@@ -19,9 +18,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import caseops
+import files
 import sentencepiece
-from files import read_json, write_file, write_json, write_shard
-from tokenizer_tools import encode_texts, train_sentencepiece
+import tokenizer_tools
 
 HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 1024
@@ -78,17 +77,19 @@ def strongest_lzma(data: bytes) -> int:
 
 
 def sha256_sums(dataset: Path, tokenizer: Path) -> dict[str, str]:
-    """Hash the demo's three files, and this script, so that a change of it makes new ones. Raises
-    OSError if one is missing."""
-    paths = {"tokenizer": tokenizer, "train": dataset / TRAIN, "val": dataset / VAL}
-    paths["script"] = Path(__file__)
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+    """Hash the demo's three files, and the code that makes them, so that a change of it makes new
+    ones. Raises OSError if one is missing."""
+    made = {"tokenizer": tokenizer, "train": dataset / TRAIN, "val": dataset / VAL}
+    contents = {name: path.read_bytes() for name, path in made.items()}
+    modules = (caseops.__file__, files.__file__, tokenizer_tools.__file__)
+    contents["script"] = b"".join(Path(name).read_bytes() for name in (__file__, *modules))
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def is_whole(dataset: Path, tokenizer: Path, with_caseops: bool) -> bool:
     """Return whether all files are there and match the manifest and the flag."""
     try:
-        facts = read_json(dataset / MANIFEST)
+        facts = files.read_json(dataset / MANIFEST)
         same = facts.get("sha256") == sha256_sums(dataset, tokenizer)
         return same and facts.get("caseops") == with_caseops
     except (OSError, ValueError):
@@ -107,11 +108,11 @@ def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
     if with_caseops:
         lines, settings = map(caseops.encode, lines), caseops.TRAINER_SETTINGS
         val, train = [[caseops.encode(text) for text in split] for split in (val, train)]
-    model = train_sentencepiece(lines, vocab_size=VOCAB_SIZE, **settings)
+    model = tokenizer_tools.train_sentencepiece(lines, vocab_size=VOCAB_SIZE, **settings)
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-    write_file(tokenizer, model)
-    write_shard(dataset / VAL, encode_texts(sp, 1, val))
-    write_shard(dataset / TRAIN, encode_texts(sp, 1, train))
+    files.write_file(tokenizer, model)
+    files.write_shard(dataset / VAL, tokenizer_tools.encode_texts(sp, 1, val))
+    files.write_shard(dataset / TRAIN, tokenizer_tools.encode_texts(sp, 1, train))
     facts = {
         "python": platform.python_version(),
         "documents": len(documents),
@@ -121,11 +122,11 @@ def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
         "sha256": sha256_sums(dataset, tokenizer),
         "caseops": with_caseops,
     }
-    write_json(dataset / MANIFEST, facts)
+    files.write_json(dataset / MANIFEST, facts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = files.start_program(__doc__)
     parser.add_argument("--dataset", type=Path, help="default: data/datasets/demo_sp1024")
     parser.add_argument("--tokenizer", type=Path, help="default: in data/tokenizers")
     parser.add_argument("--caseops", action="store_true", help="mark capitals, see data/README.md")
@@ -138,7 +139,7 @@ def main() -> None:
             build(dataset, tokenizer, args.caseops)
         except OSError as error:
             sys.exit(f"{error}: make the folder writable, or start in a copy of the repository")
-    facts = read_json(dataset / MANIFEST)
+    facts = files.read_json(dataset / MANIFEST)
     counts = f"documents:{facts['documents']} bytes:{facts['text_bytes']}"
     print(f"demo_corpus:{counts} python:{facts['python']}")
     print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import mmap
 import os
 import random
@@ -138,10 +139,12 @@ def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> 
     elif num_val_docs is None:
         docs_val = sidecar.get("docs_val")
         num_val_docs = DEFAULT_NUM_VAL_DOCS if docs_val is None else docs_val
+    if num_docs == 0:
+        raise ValueError(f"{docs} has no text: name another file after --docs")
     if not isinstance(num_val_docs, int) or not 0 <= num_val_docs <= most:
         raise ValueError(
             f"{docs} has {num_docs} documents, and validation cannot get {num_val_docs!r}: set "
-            "--num-val-docs, or put blank lines between the documents of plain text"
+            "--num-val-docs, or add text, with blank lines between paragraphs"
         )
     return {"val": num_val_docs, "train": num_docs - num_val_docs}
 
@@ -205,16 +208,28 @@ def export_dataset(
     return stats
 
 
-def print_training_command(spec: Spec, tokenizer: dict[str, Any], output: Path) -> None:
+def print_training_command(
+    spec: Spec, tokenizer: dict[str, Any], stats: dict[str, int], output: Path
+) -> None:
     size, wanted = tokenizer["vocab_size"], spec.fields.get("vocab_size", 0)
     if size < wanted:
         print(f"WARNING: {spec.dataset} has {size} pieces, not {wanted}: use VOCAB_SIZE={size}")
-    if spec.kind == tokenizer_tools.SENTENCEPIECE:  # train_gpt.py does not take bytes
-        data, model = output / "datasets" / spec.dataset, output / tokenizer["model_path"]
-        knobs = f"DATA_PATH={shlex.quote(str(data))} TOKENIZER_PATH={shlex.quote(str(model))}"
-        script = shlex.quote(os.path.relpath(HERE.parent / "train_gpt.py"))
-        print("Train with (on a CPU, put PRESET=demo in front):")
-        print(f"{knobs} VOCAB_SIZE={size} python {script}")
+    val_tokens = stats["tokens_val"]
+    if spec.kind == tokenizer_tools.BYTE or min(val_tokens, stats["tokens_train"]) < 2:
+        return  # train_gpt.py does not take bytes, and needs both splits
+    data, model = output / "datasets" / spec.dataset, output / tokenizer["model_path"]
+    knobs = f"DATA_PATH={shlex.quote(str(data))} TOKENIZER_PATH={shlex.quote(str(model))}"
+    knobs += f" VOCAB_SIZE={size}"
+    if val_tokens < 2000:
+        docs = math.ceil(2000 * stats["docs_val"] / val_tokens)
+        fits = 2 * docs <= stats["docs_total"]
+        enough = f"--num-val-docs {docs}" if fits else f"a text of {20 * docs} documents"
+        few = f"{val_tokens} validation tokens are so few that a score on them says little"
+        print(f"WARNING: {few}: {enough} should be enough")
+    if val_tokens <= 1024:  # too few for the default
+        knobs += f" TRAIN_SEQ_LEN={2 ** min((val_tokens - 1).bit_length() - 1, 7)}"
+    print("Train with (on a CPU, put PRESET=demo in front):")
+    print(f"{knobs} python {shlex.quote(os.path.relpath(HERE.parent / 'train_gpt.py'))}")
 
 
 def read_older_entries(specs: list[Spec], output: Path) -> dict[str, list[dict]]:
@@ -298,13 +313,14 @@ def rebuild(args: argparse.Namespace) -> None:
     settings = {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
     files.write_json(output / files.MANIFEST, {**settings, **about, **entries})
     (output / files.UNFINISHED_MANIFEST).unlink()
-    for spec, tokenizer in zip(specs, entries["tokenizers"][-len(specs) :], strict=True):
-        print_training_command(spec, tokenizer, output)
+    made = (entries[kind][-len(specs) :] for kind in ("tokenizers", "datasets"))
+    for spec, tokenizer, dataset in zip(specs, *made, strict=True):
+        print_training_command(spec, tokenizer, dataset["stats"], output)
 
 
 def positive_number(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    if not text.isdecimal() or not 0 < int(text) < 2**31:  # a shard counts tokens in an int32
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 1 to {2**31 - 1}")
     return int(text)
 
 
@@ -316,7 +332,7 @@ def size_and_model(text: str) -> tuple[int, str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = files.start_program(__doc__)
     number = {"type": positive_number, "metavar": "N"}
     parser.add_argument("--output-root", type=Path, required=True)
     docs = "text or JSON lines, folders, - for stdin (default: the hub's documents)"

@@ -1,12 +1,14 @@
-"""The files of a dataset: their names, the shard format, and helpers to read and write them.
+"""The files of a dataset: their names, the shard format, and helpers of the data programs.
 
 A shard is 256 little-endian int32 header words (magic, version, token count, zeros), followed by
 the tokens as little-endian uint16. This module must not need numpy, which the download lacks.
 """
 
+import argparse
 import json
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ SIDECAR = "docs_selected.source_manifest.json"  # next to the documents; optiona
 DATASET_PREFIX = "fineweb10B_"
 MANIFEST = "manifest.json"
 UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
+
+
+def start_program(doc: str | None) -> argparse.ArgumentParser:
+    """Let stdout print any text, and return a parser that shows the docstring's first line."""
+    if sys.stdout:  # it may be closed
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return argparse.ArgumentParser(description=(doc or "").partition("\n")[0])  # python -OO: None
 
 
 def count_tokens(path: Path) -> int:
@@ -49,7 +58,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): correct it") from None
+        raise ValueError(f"{path} is not JSON ({error}): correct or delete it") from None
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -207,6 +207,9 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
     settings = {"vocab_size": spec.fields["vocab_size"], "hard_vocab_limit": False}
     settings |= spec.fields.get("trainer_overrides", {})
     settings |= caseops.TRAINER_SETTINGS if spec.fields.get("caseops") else {}
+    # The piece for a single space, which a text with few spaces would not give. A tokenizer that
+    # has it anyway stays the same.
+    settings["required_chars"] = "".join([*settings.get("required_chars", ""), "\u2581"])
     counts: Counter[str] = Counter()
     try:
         limit = int(settings.get("max_sentence_length", MAX_SENTENCE_BYTES))
@@ -232,6 +235,9 @@ def write_tokenizer(spec: Spec, model: bytes | None, output: Path) -> dict[str, 
         facts = {"vocab_size": 260, **SPECIAL_IDS, "path": path}
     else:
         sp = open_model(model, spec.name)
+        if sp.piece_to_id("\u2581") == sp.unk_id():  # reused
+            lacks = f"{spec.name} has no piece for a single space, which becomes three tokens"
+            print(f"WARNING: {lacks} or <unk>: a tokenizer that you train here has one")
         lines = (f"{sp.id_to_piece(i)}\t{sp.get_score(i):g}\n" for i in range(sp.vocab_size()))
         vocab_path = path.removesuffix(".model") + ".vocab"
         write_file(output / path, model)

@@ -11,7 +11,8 @@ import sentencepiece
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("", "data", "tests/helpers", "tests/tools")]
+FOLDERS = ("", "data", "tests/helpers", "tests/records", "tests/tools")
+sys.path[:0] = [str(ROOT / name) for name in FOLDERS]
 
 from runs import finished, run_here  # noqa: E402
 from texts import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard  # noqa: E402
@@ -33,8 +34,8 @@ def pytest_configure(config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "recipes" not in config.option.markexpr:
-        items[:] = [item for item in items if not item.get_closest_marker("recipes")]
+    if "records" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("records")]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

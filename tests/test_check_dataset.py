@@ -66,7 +66,7 @@ def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
     other.write_bytes(train_tokenizer(sentence_iterator=iter(TEXTS[20:]), vocab_size=385))
     write_manifest(folder, vocab_size=VOCAB_SIZE, stats={"docs_val": 5, "docs_train": 35})
     (line,) = check(capsys, folder, other)[1]
-    assert "only 0 of " in line and "set --tokenizer" in line
+    assert "encoding its text gives other tokens: set --tokenizer" in line
     write_shard(folder / TRAIN, [*read_shard(folder / TRAIN)[:-7], VOCAB_SIZE])
     (line,) = check(capsys, folder, tokenizer)[1]
     assert str(folder / TRAIN) in line and "id 384, but 384 pieces: set --tokenizer" in line
@@ -101,23 +101,30 @@ def write_splits(folder, sp, val: list[str], train: list[str]) -> None:
     write_shard(folder / "fineweb_train_000001.bin", tokens[middle:])
 
 
-def test_validation_documents_in_a_row_in_training_are_a_leak(capsys, folder, tokenizer):
-    """Validation was made with 50 documents, training with 10."""
+def test_validation_documents_in_training_are_a_leak(capsys, folder, tokenizer):
+    """In the order of validation, which was made with 50 documents and training with 10, or with 4
+    and 0; or mixed, if they are more than a tenth."""
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     texts = [f"{number}: {TEXTS[number % 3][:400]} {number}" for number in range(70)]
     write_splits(folder, sp, texts[:50], texts[10:])
     output, (line,) = check(capsys, folder, tokenizer)
     assert "val: 40 of 50 documents (80.00%) are also in train shards" in output
     assert "40 of 50 validation documents are in the" in line and "--num-val-docs" in line
-    write_splits(folder, sp, texts[:19], texts[10:])
+    write_splits(folder, sp, [text[:40] for text in texts[:4]], [text[:40] for text in texts])
+    assert "4 of 4 validation documents are in the" in check(capsys, folder, tokenizer)[1][0]
+    write_splits(folder, sp, texts[:50], texts[68:43:-1])
+    assert "6 of 50 validation documents are in the" in check(capsys, folder, tokenizer)[1][0]
+    write_splits(folder, sp, texts[:50], texts[68:44:-1])
     output, problems = check(capsys, folder, tokenizer)  # FineWeb has some duplicates
-    assert "val: 9 of 19 documents (47.37%) are also" in output and problems == []
+    assert "val: 5 of 50 documents (10.00%) are also" in output and problems == []
+    assert "WARNING" not in output
 
 
-def test_short_documents_that_repeat_are_no_leak(capsys, folder, tokenizer):
+def test_short_documents_that_repeat_are_a_warning(capsys, folder, tokenizer):
     """As in a chat: the same few follow each other, in both splits."""
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     chat = random.Random(1).choices(["Yes", "No", "Thank you"], k=1000) + ["Yes"] * 20
     write_splits(folder, sp, [*chat[800:], "Never"], chat)
     output, problems = check(capsys, folder, tokenizer)
     assert "val: 220 of 221 documents (99.55%) are also" in output and problems == []
+    assert "WARNING: many documents of under 50 tokens repeat" in output

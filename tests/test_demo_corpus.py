@@ -1,6 +1,10 @@
 """data/demo_corpus.py: which documents train, and when the files are made again."""
 
+import caseops
 import demo_corpus
+import files
+import pytest
+import tokenizer_tools
 from texts import TEXTS
 
 
@@ -19,15 +23,16 @@ def test_nothing_of_a_held_out_source_is_in_training(monkeypatch):
     assert demo_corpus.split_documents(dict(reversed(sources.items()))) == (val, train)
 
 
-def test_a_demo_of_an_older_script_is_made_again(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("module", [caseops, demo_corpus, files, tokenizer_tools])
+def test_a_demo_of_an_older_script_is_made_again(tmp_path, monkeypatch, capsys, module):
     """Otherwise its score would pass for one on today's text."""
     older, dataset, tokenizer = tmp_path / "older.py", tmp_path / "dataset", tmp_path / "a.model"
     older.write_text("an older script")
     monkeypatch.setattr(demo_corpus, "strongest_lzma", len)
     monkeypatch.setattr(demo_corpus, "NUM_VAL_SOURCES", 4)
     monkeypatch.setattr("sys.argv", ["", f"--dataset={dataset}", f"--tokenizer={tokenizer}"])
-    for script, texts in ((older, TEXTS[9:]), (demo_corpus.__file__, TEXTS)):
-        monkeypatch.setattr(demo_corpus, "__file__", str(script))
+    for script, texts in ((older, TEXTS[9:]), (module.__file__, TEXTS)):
+        monkeypatch.setattr(module, "__file__", str(script))
         sources = {text: [text] for text in texts}
         monkeypatch.setattr(demo_corpus, "collect_sources", sources.copy)
         demo_corpus.main()

@@ -17,6 +17,8 @@ import pytest
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 import cached_challenge_fineweb  # noqa: E402
+import check_dataset  # noqa: E402
+import demo_corpus  # noqa: E402
 import download_hf_docs_and_tokenize  # noqa: E402
 from texts import write_documents, write_shard  # noqa: E402
 
@@ -47,7 +49,10 @@ class Handler(SimpleHTTPRequestHandler):
     def end_headers(self) -> None:
         path = Path(self.translate_path(self.path))
         content = path.read_bytes() if path.exists() else b""
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        digest = hashlib.sha256(content)
+        if path.suffix in (".json", ".vocab"):  # small files are in git
+            digest = hashlib.sha1(b"blob %d\0" % len(content) + content)
+        self.send_header("ETag", f'"{digest.hexdigest()}"')
         self.send_header("X-Repo-Commit", "c" * 40)
         self.send_header("X-Error-Code", "EntryNotFound")  # read after a 404
         super().end_headers()
@@ -125,6 +130,19 @@ def test_a_run_downloads_what_is_missing(hub):
     hub.shutdown()
     hub.server_close()
     download(hub.root, skip_manifest=True)
+
+
+@pytest.mark.parametrize("name", [VAL[0], MODEL, VOCAB, "manifest.json"])
+def test_a_file_that_is_damaged_in_the_cache_is_downloaded_again(hub, name):
+    download(hub.root, train_shards=0)
+    with open(hub.root / name, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")  # in the cache, too
+    shutil.rmtree(hub.root)
+    hub.loaded.clear()
+    download(hub.root, train_shards=0)
+    assert_present(hub, *VAL, MODEL, VOCAB)
+    assert hub.loaded == [name]
 
 
 def test_byte_shards_and_documents(hub, monkeypatch):
@@ -209,6 +227,19 @@ def test_a_wrong_repository_is_one_error(hub, tmp_path):
     environ = {"MATCHED_FINEWEB_REPO_ID": "no/body", "PYTHONPATH": str(tmp_path)}
     (line,) = errors_of(start(hub, **environ), 1).splitlines()
     assert "no/body" in line and hub.url in line and "MATCHED_FINEWEB_REPO_ID" in line
+
+
+def test_help_needs_no_docstrings_and_no_stdout(monkeypatch):
+    """PYTHONOPTIMIZE=2 removes docstrings; stdout may be closed."""
+    programs = (check_dataset, demo_corpus, download_hf_docs_and_tokenize, cached_challenge_fineweb)
+    for program in programs:
+        monkeypatch.setattr(program, "__doc__", None)
+        monkeypatch.setattr("sys.argv", ["", "--help"])
+        with pytest.raises(SystemExit, match="^0$"):
+            program.main()
+    monkeypatch.setattr("sys.stdout", None)
+    with pytest.raises(SystemExit, match="^0$"):
+        check_dataset.main(["--help"])
 
 
 def test_a_missing_package_is_one_error(hub, tmp_path):

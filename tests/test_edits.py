@@ -6,14 +6,25 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
-from edits import EDITS, README, TOGETHER, edit_script
-from recipe import RECIPES, RECORDS
-from runs import ALONE, ROOT, SCRIPT, failed, process_environ, run_ranks
-from scripts import NAMES
+import train_record
+from edits import EDITS, README, TECHNIQUES, TOGETHER, edit_script
+from runs import (
+    ALONE,
+    ROOT,
+    SCRIPT,
+    failed,
+    finished,
+    process_environ,
+    run_here,
+    run_ranks,
+    same_models,
+)
 from torch import nn
+from trained import load_script
 
 import train_gpt
 from train_gpt import CausalSelfAttention, Hyperparameters, train_step
@@ -91,8 +102,11 @@ def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(hp, monk
 
 
 # ---- The suite under edits -----------------------------------------------------------------------
+CASES = [TOGETHER, [*TECHNIQUES], *([name] for name in EDITS)]
+
+
 @pytest.mark.baseline
-@pytest.mark.parametrize("names", [TOGETHER, *([name] for name in EDITS)], ids=" ".join)
+@pytest.mark.parametrize("names", CASES, ids=" ".join)
 def test_the_edits_fit_the_script(names):
     """Each changes the code, not only a comment, and leaves no name undefined."""
     source, edited = SCRIPT.read_text(), edit_script(SCRIPT.read_text(), names)
@@ -110,23 +124,34 @@ def test_the_readme_shows_its_edits():
 
 
 @pytest.mark.baseline
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git apply")
-@pytest.mark.parametrize("name", sorted({*NAMES, *RECORDS}))
-def test_recipes_apply_on_top_of_the_edits_of_the_readme(tmp_path, name):
-    (tmp_path / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), README))
-    command = ["git", "apply", *(RECIPES / f"{patch}.patch" for patch in RECORDS.get(name, [name]))]
-    result = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    assert result.returncode == 0, result.stderr
+def test_the_page_of_records_shows_its_edits():
+    page = (ROOT / "tests/records/README.md").read_text()
+    for old, new in (pair for name in TECHNIQUES for pair in EDITS[name].items()):
+        code = textwrap.dedent(new.replace(old, ""))
+        assert f"\n\n{textwrap.indent(code, '    ')}\n" in page, code
 
 
 @pytest.mark.baseline
-@pytest.mark.recipes
-@pytest.mark.parametrize("names", [TOGETHER, *([name] for name in EDITS)], ids=" ".join)
+@pytest.mark.parametrize("names", [[*TECHNIQUES], *([name] for name in TECHNIQUES)], ids=" ".join)
+def test_a_copied_technique_equals_its_knob_bit_for_bit(tmp_path, knobs, names):
+    knobs = {**knobs, "WARMDOWN_ITERS": "40"}  # the floor of the learning rate acts in six steps
+    edited = tmp_path / "edited.py"
+    edited.write_text(edit_script(SCRIPT.read_text(), names))
+    own = {knob: value for name in names for knob, value in TECHNIQUES[name].items()}
+    by_hand = finished(run_here(tmp_path / "a", knobs, load_script(edited)))
+    by_knob = finished(run_here(tmp_path / "b", {**knobs, **own}, train_record))
+    assert same_models(tmp_path / "a", tmp_path / "b")
+    assert by_hand[-1] == by_knob[-1]
+
+
+@pytest.mark.baseline
+@pytest.mark.records
+@pytest.mark.parametrize("names", CASES, ids=" ".join)
 def test_tests_that_are_not_baseline_stay_green(tmp_path, names):
     """In a copy of the project. Some minutes for each."""
     keep = shutil.ignore_patterns(".*", "datasets", "tokenizers", "logs", "*.pt", "*.ptz")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=keep)
     (copy / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), names))
-    command = [sys.executable, "-m", "pytest", "tests", "-q", "-m", "not baseline and not recipes"]
+    command = [sys.executable, "-m", "pytest", "tests", "-q", "-m", "not baseline and not records"]
     result = subprocess.run(command, cwd=copy, env=process_environ({}), capture_output=True)
     assert result.returncode == 0, result.stdout.decode()[-3000:]

@@ -51,6 +51,42 @@ def test_a_space_inside_a_piece_is_one_byte():
     assert train_gpt.count_bytes(sp, np.array(ids)) == len(sp.decode(ids).encode())
 
 
+def without_space(model: bytes) -> bytes:
+    """Rename the piece of a lone space, as if the tokenizer had been trained without one."""
+    piece = b"\n\3\xe2\x96\x81\x15"
+    assert model.count(piece) == 1
+    return model.replace(piece, b"\n\3\xe9\xbf\xbf\x15")
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_a_lone_space_without_a_piece_is_one_byte(model_type):
+    """Its three byte tokens count as a leading space does: 0 at the beginning of a document."""
+    settings = {"model_type": model_type, "normalization_rule_name": "identity"}
+    model = without_space(train_tokenizer(**settings, remove_extra_whitespaces=False))
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    space = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
+    texts = [*TEXTS, "a  b", " \u00e2 \u2580", "a   "]
+    assert sp.encode(" 1  ")[-3:] == space
+    for text in texts:
+        tokens = np.array([sp.bos_id(), *sp.encode(text)])
+        wanted = len(text.encode()) - text.startswith(" ")
+        assert train_gpt.count_bytes(sp, tokens) == wanted, text
+    assert train_gpt.count_bytes(sp, np.array([sp.bos_id(), *space])) == 0
+    letter = sp.piece_to_id("a")
+    assert train_gpt.count_bytes(sp, np.array([letter, *space, *space])) == 2
+    for tokens in ([letter, *space[:2]], [*space], [letter, *space[::-1]]):  # no whole space
+        assert train_gpt.count_bytes(sp, np.array(tokens)) == len(tokens) - 1
+    documents = [[sp.bos_id(), *sp.encode(text)] for text in texts]
+    assert train_gpt.retokenizes(sp, np.array(sum(documents, []), dtype=np.uint16))
+
+
+def test_without_byte_pieces_unknown_spaces_have_no_bytes():
+    model = without_space(train_tokenizer(byte_fallback=False))
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    letter, unk = sp.piece_to_id("a"), sp.unk_id()
+    assert train_gpt.count_bytes(sp, np.array([letter, unk, unk, unk, letter])) == 1
+
+
 @pytest.fixture
 def small(tmp_path, tokenizer) -> Hyperparameters:
     """A validation split of two shards and 100 tokens; T = 16."""
@@ -89,6 +125,47 @@ def test_another_tokenizer_of_the_same_size_is_noticed(knobs, tmp_path, settings
     assert not Validation(hp).is_tokenizer_right
 
 
+def is_right(sp: sentencepiece.SentencePieceProcessor, documents: list[list[int]]) -> bool:
+    return train_gpt.retokenizes(sp, np.array(sum(documents, []), dtype=np.uint16))
+
+
+def test_documents_of_a_few_tokens_are_compared_whole(sp):
+    """Another tokenizer of the same size splits a word otherwise, but rarely in its first half."""
+    words = {word for text in TEXTS for word in text.split() if word.isalpha()}
+    documents = [[sp.bos_id(), *sp.encode(word)] for word in sorted(words)[::20]]
+    other = train_tokenizer(sentence_iterator=iter(TEXTS[0].splitlines()))
+    assert len(documents) > 100
+    assert is_right(sp, documents)
+    assert not is_right(sentencepiece.SentencePieceProcessor(model_proto=other), documents)
+
+
+@pytest.mark.parametrize("count", [1, 3, 99, 100, 101, 300])
+def test_the_right_tokenizer_is_right_wherever_the_split_ends(sp, count):
+    """Also if a document is long, if it ends with EOS, or if its last token is cut."""
+    texts = [TEXTS[i % len(TEXTS)][: 50 if count > 3 else None] for i in range(count)]
+    documents = [[sp.bos_id(), *sp.encode(text)] for text in texts]
+    assert is_right(sp, documents)
+    assert is_right(sp, [[*document, sp.eos_id()] for document in documents])
+    documents[-1] = [sp.bos_id(), *sp.encode("an old word"), sp.piece_to_id("<0xE2>")]
+    assert is_right(sp, documents)
+
+
+def test_documents_with_unknown_characters_say_nothing():
+    """They cannot be decoded. Without a document to compare there is no warning."""
+    sp = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer(byte_fallback=False))
+    documents = [[sp.bos_id(), *sp.encode(f"a word \u4e00 {i}")] for i in range(20)]
+    assert all(sp.unk_id() in document for document in documents)
+    assert is_right(sp, documents)
+    known = [[sp.bos_id(), *sp.encode("the same"), sp.piece_to_id("a")]] * 2
+    assert is_right(sp, [*documents, [sp.bos_id(), *sp.encode("the same")], documents[0]])
+    swapped = [[document[0], *document[:0:-1]] for document in known]
+    assert not is_right(sp, [*documents, *swapped, documents[0]])
+
+
+def test_without_bos_no_tokenizer_is_known_to_be_right(sp):
+    assert not is_right(sp, [sp.encode(text) for text in TEXTS])
+
+
 def test_the_split_is_cut_to_whole_sequences(small, sp):
     tokens = np.concatenate([shard.numpy() for shard in TokenStream(small.files("val")).shards])
     for T, limit, kept in [(16, 0, 97), (16, 50, 49), (16, 999, 97), (99, 0, 100)]:
@@ -100,7 +177,7 @@ def test_the_split_is_cut_to_whole_sequences(small, sp):
 
 
 def test_too_few_tokens_and_foreign_tokens(small, tmp_path):
-    with pytest.raises(InputError, match="100 validation tokens .*TRAIN_SEQ_LEN=100"):
+    with pytest.raises(InputError, match="100 validation tokens .*TRAIN_SEQ_LEN=100: lower it"):
         Validation(replace(small, train_seq_len=100))
     write_shard(tmp_path / "fineweb_val_000002.bin", [5, VOCAB_SIZE])
     with pytest.raises(InputError, match=f"fineweb_val_000002.bin: token id {VOCAB_SIZE}"):

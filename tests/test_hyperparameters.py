@@ -2,7 +2,9 @@
 
 import __future__
 
+import contextlib
 import dataclasses
+import inspect
 import re
 import sys
 from types import ModuleType
@@ -74,7 +76,8 @@ def test_every_type_is_converted(monkeypatch, flags):
         ("LOGIT_SOFTCAP", "0.0"), ("EVAL_STRIDE", "33"), ("PRESET", "demmo"), ("DEVICE", "gpu"),
         ("DTYPE", "fp8"), ("COMPILE", "yes"), ("ITERATIONS", "-1"), ("SEED", "-1"),
         ("MAX_WALLCLOCK_SECONDS", "nan"), ("MATRIX_LR", "inf"), ("WARMDOWN_FRAC", "20.0"),
-        ("RUN_ID", ""), ("RUN_ID", "../x"), ("RUN_ID", ".x"),
+        ("RUN_ID", ""), ("RUN_ID", "../x"), ("RUN_ID", ".x"), ("BETA1", "1.5"), ("BETA2", "1.0"),
+        ("MUON_MOMENTUM", "1.0"), ("ADAM_EPS", "0.0"), ("SEED", "4294967296"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_one_line_with_its_variable_and_value(knobs, name, text):
@@ -101,6 +104,24 @@ def test_knobs_that_do_not_go_together(knobs, changes, words):
 
 def test_the_smallest_validation_batch_is_a_sequence_in_each_slot(knobs):
     assert Hyperparameters.from_env({**knobs, "VAL_BATCH_SIZE": "256"}).val_batch_size == 256
+
+
+def test_a_number_is_0_or_more_unless_its_comment_says_what_0_disables(knobs):
+    """The class, which --help shows, says that -1 does the same."""
+    lines = inspect.getsource(Hyperparameters).splitlines()
+    explained = {line.split(":")[0].strip().upper() for line in lines if "0: " in line}
+    assert explained == {*SWITCHES}
+    for name in (name for name, value in DEFAULTS.items() if type(value) in (int, float)):
+        problem = contextlib.nullcontext()
+        if name not in SWITCHES:
+            problem = pytest.raises(InputError, match=f"^{name}=-1")
+        with problem:
+            Hyperparameters.from_env({**knobs, name: "-1"})
+
+
+def test_a_records_preset_names_the_script_that_has_it():
+    with pytest.raises(InputError, match="PRESET='record2135' .*tests/records/train_record.py"):
+        Hyperparameters.from_env({"PRESET": "record2135"})
 
 
 def test_a_negative_value_disables_what_0_disables(tmp_path, knobs):

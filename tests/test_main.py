@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import zlib
 from dataclasses import asdict, fields, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -57,8 +58,9 @@ def single(tmp_path_factory, knobs) -> tuple[Path, str, str]:
 
 
 # ---- the command line and the terminal -----------------------------------------------------------
-def test_help_shows_all_knobs_and_starts_nothing(tmp_path):
-    result = run_here(tmp_path, {}, arguments=["--help"])
+@pytest.mark.parametrize("argument", ["-h", "--help"])
+def test_help_shows_all_knobs_and_starts_nothing(tmp_path, argument):
+    result = run_here(tmp_path, {}, arguments=[argument])
     assert (result.returncode, result.stderr) == (0, "")
     for knob in fields(Hyperparameters):
         assert re.search(rf"^    {knob.name}: .* = ", result.stdout, re.M), knob.name
@@ -110,7 +112,7 @@ def test_warnings_of_an_unused_gpu_and_a_wrong_tokenizer(knobs, monkeypatch):
     """(test_hyperparameters.py shows that they come at the start and next to the score.)"""
     hp = Hyperparameters.from_env({**knobs, "DEVICE": "auto"})
     gpu = "WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi\n"
-    bpb = "WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer\n"
+    bpb = "WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer\n"
     for version, is_right, wanted in ((None, True, ""), ("13.0", True, gpu), (None, False, bpb)):
         monkeypatch.setattr(torch.version, "cuda", version)
         runtime = replace(ALONE, log=Lines())
@@ -215,6 +217,17 @@ def test_the_sizes_are_those_of_the_files(single):
     assert (result["bytes_total"], result["bytes_code"]) == (len(artifact) + code, code)
 
 
+def test_the_result_names_its_files_and_where_it_ran(single):
+    folder, output, _ = single
+    result = json.loads((folder / RESULT).read_text())
+    files = {name: zlib.crc32((folder / name).read_bytes()) for name in (MODEL, ARTIFACT)}
+    assert result["crc32"] == files
+    assert f"\nmodel_params:{result['model_params']}\n" in output
+    place = {"torch": torch.__version__, "device": "cpu", "world_size": 1, "peak_memory_mib": None}
+    assert {name: result[name] for name in place} == place
+    assert 1000 * result["run_seconds"] > result["train_ms"] + result["eval_ms"]
+
+
 def test_the_result_has_scores_and_knobs(trained, quantized_knobs):
     folder, lines = trained
     result = json.loads((folder / RESULT).read_text())
@@ -295,6 +308,16 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path, knobs, monkeypatc
     assert result.stdout.splitlines()[-1].startswith(f"step:4/6 train_loss:{value} ")
 
 
+def test_a_first_loss_that_is_not_finite_blames_no_learning_rate(tmp_path, knobs, monkeypatch):
+    """It is of the initial weights."""
+
+    def train_step(state, train_step=train_gpt.train_step):
+        return train_step(state) + torch.nan
+
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    assert "learning" not in failed(run_here(tmp_path, knobs), "train_loss is nan", "no update")
+
+
 def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knobs, monkeypatch):
     def train_step(state, train_step=train_gpt.train_step):
         loss = train_step(state)
@@ -305,7 +328,14 @@ def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knob
     result = run_here(tmp_path, {**knobs, "ITERATIONS": "1", "WARMUP_STEPS": "0"})
     assert (result.returncode, result.stderr) == (1, "")
     assert result.stdout.splitlines()[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:nan")
-    assert (tmp_path / ARTIFACT).is_file() and (tmp_path / RESULT).is_file()
+    assert (tmp_path / ARTIFACT).is_file()
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    result = json.loads((tmp_path / RESULT).read_text(), parse_constant=refuse)
+    assert result["val_loss"] is None and result["pre_quant_val_bpb"] is None
+    assert result["steps"] == 1
 
 
 # ---- how a run ends before it begins -------------------------------------------------------------

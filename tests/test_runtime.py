@@ -4,13 +4,25 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import SCRIPT, TORCHRUN, failed, finished, free_port, run_here, run_ranks
+from runs import (
+    ROOT,
+    SCRIPT,
+    TORCHRUN,
+    failed,
+    finished,
+    free_port,
+    process_environ,
+    run_here,
+    run_ranks,
+)
 from texts import write_shard
 
 import train_gpt
@@ -23,6 +35,36 @@ def test_a_world_size_that_does_not_divide_the_slots(monkeypatch, world_size):
     monkeypatch.setenv("WORLD_SIZE", world_size)
     with pytest.raises(InputError, match=f"WORLD_SIZE={world_size} .*BATCH_SLOTS=6"):
         open_runtime(Hyperparameters(batch_slots=6))
+
+
+@pytest.mark.parametrize(
+    "left, words",
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            "MASTER_ADDR expected, but not set: use torchrun, or un",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, "MASTER_PORT expected"),
+        ({"RANK": "", "WORLD_SIZE": ""}, "RANK='' must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' must be a whole number"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK='' must be a whole number"),
+    ],
+)
+def test_variables_that_a_job_left_over_are_one_error(tmp_path, knobs, left, words):
+    result = run_here(tmp_path, {**knobs, **left})
+    assert failed(result, words).count("\n") == 0
+
+
+def test_inductors_mix_order_reduction_is_off_unless_the_user_sets_it():
+    """The script sets a variable, which Inductor reads when it is imported."""
+    program = "import sys, train_gpt as t; assert 'torch._inductor.config' not in sys.modules; "
+    program += "t.open_runtime(t.Hyperparameters(device='cpu')); from torch._inductor import config"
+    program += "; print(getattr(config.triton, 'mix_order_reduction', 'not yet'))"
+    for own, wanted in ({}, "False"), ({"TORCHINDUCTOR_MIX_ORDER_REDUCTION": "1"}, "True"):
+        environ = process_environ({"PYTHONPATH": str(ROOT), **own})
+        command = [sys.executable, "-c", program]
+        result = subprocess.run(command, env=environ, capture_output=True, text=True)
+        assert result.stdout.strip() in (wanted, "not yet"), result.stderr
 
 
 def test_a_missing_gpu_is_an_error():
@@ -109,6 +151,12 @@ def test_threads_leave_a_core_to_other_programs(monkeypatch, omp, threads, wante
     assert chosen == wanted
 
 
+def test_a_log_file_that_cannot_be_opened_is_an_error_of_all_ranks(tmp_path, knobs):
+    """At once, without a wait for rank 0."""
+    for rank in run_ranks(tmp_path, {**knobs, "OUTPUT_DIR": "/dev/null"}, 2):
+        assert failed(rank, "OUTPUT_DIR='/dev/null' cannot be written").count("\n") == 0
+
+
 def test_a_log_file_on_a_full_disk_ends_no_run(capsys):
     log = Log(file=open("/dev/full", "w", buffering=1))
     log("a line")
@@ -171,6 +219,9 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     assert lines[-2].endswith(" eval_time:100000ms")
     result = json.loads((tmp_path / "final_result.json").read_text())
     assert (result["train_ms"], result["eval_ms"]) == (1000, 100_000)
+    # Three checkpoints, six writes of final files, and validations in steps 0, 8 and 16 and at the
+    # end, of 100 seconds each. The last file is not yet written.
+    assert result["run_seconds"] >= 1 + 100 * (3 + 5 + 4) - 100
 
 
 def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset, knobs):

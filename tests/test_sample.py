@@ -1,27 +1,22 @@
 """sample.py: text from each file that a run writes, with its own script; clear errors."""
 
+import io
 import shutil
+import sys
 
 import caseops
 import pytest
+import referee
 import sample
+import score
 import sentencepiece
 import torch
+from runs import SCRIPT
 from texts import TEXTS, train_tokenizer
 
 # A model that continues with the id of the last token plus the length of the context.
-EDITED = """
-import torch
-from dataclasses import dataclass
-from types import SimpleNamespace
-@dataclass
-class Hyperparameters:
-    def from_env(environ):
-        T, tokenizer = int(environ["TRAIN_SEQ_LEN"]), environ["TOKENIZER_PATH"]
-        return SimpleNamespace(vocab_size=384, train_seq_len=T, tokenizer_path=tokenizer)
-class InputError(ValueError): pass
-class GPT(torch.nn.Linear):
-    def __init__(self, hp, dtype): super().__init__(1, 1)
+EDITED = f"""{SCRIPT.read_text()}
+class GPT(GPT):
     def logits(self, ids): return torch.eye(384)[(ids.flatten() + ids.shape[1]) % 384]
 def load_weights(gpt, data, name): pass
 """
@@ -41,6 +36,7 @@ def sample_edited(folder, tokenizer: bytes, prompt: str, capsys, script: str = E
     (folder / "edited.py").write_text(script)
     (folder / "a.model").write_bytes(tokenizer)
     knobs = {"vocab_size": 384, "train_seq_len": 32, "tokenizer_path": str(folder / "a.model")}
+    knobs |= {"num_layers": 1, "model_dim": 16, "num_heads": 1, "num_kv_heads": 1}
     torch.save({"knobs": knobs}, folder / "model.pt")
     options = f"--script {folder}/edited.py --tokens 5 --temperature 0"
     sample.main([str(folder / "model.pt"), prompt, *options.split()])
@@ -72,12 +68,39 @@ def test_caseops_marks_the_prompt_and_removes_the_marks(tmp_path, capsys):
     assert text == f"{caseops.decode(sp.decode(ids))}\n" and text.startswith("The NASA")
 
 
+def test_a_lone_space_that_the_tokenizer_writes_in_bytes_is_a_space(tmp_path, capsys):
+    model = train_tokenizer().replace(b"\n\3\xe2\x96\x81\x15", b"\n\3\xe9\xbf\xbf\x15")
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert [sp.id_to_piece(i) for i in sp.encode("7 é")[1:4]] == ["<0xE2>", "<0x96>", "<0x81>"]
+    assert sample_edited(tmp_path, model, "7 é", capsys).startswith("7 é")
+
+
+def test_what_the_encoding_of_stdout_lacks_is_printed_as_an_escape(
+    tmp_path, tokenizer, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    sample_edited(tmp_path, tokenizer.read_bytes(), "é 行", capsys)
+    sys.stdout.flush()
+    assert sys.stdout.buffer.getvalue().startswith(b"\xe9 \\u884c")
+
+
+@pytest.mark.parametrize("program", [referee, sample, score])
+def test_help_needs_no_docstrings(program, capsys, monkeypatch):
+    """Python's option -OO removes them."""
+    monkeypatch.setattr(program, "__doc__", None)
+    with pytest.raises(SystemExit, match="^0$"):
+        program.main(["--help"])
+    assert "--script" in capsys.readouterr().out
+
+
 def test_an_error_says_what_is_missing(tmp_path, trained):
     copied = shutil.copy(trained[0] / "final_model.pt", tmp_path)
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(b"PK")
     for arguments, words in (
         ([copied], "does not fit: .*final_result.json next to it.*--script names"),
         ([trained[0] / "final_model.pt", "--tokenizer=none"], "none.* set --tokenizer"),
-        ([trained[0] / "final_result.json"], "damaged or not a model.*copy the file again"),
+        ([damaged], "damaged or not a model"),
         ([copied, "--temperature=-1"], "--temperature -1.0 must be finite, 0 or more"),
         ([copied, "--temperature=nan"], "--temperature nan must be finite, 0 or more"),
         ([copied, "\udcff"], "the prompt is not UTF-8"),

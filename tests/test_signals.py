@@ -8,6 +8,7 @@ import pty
 import signal
 import sys
 import termios
+import zlib
 from functools import partial
 
 import pytest
@@ -67,17 +68,20 @@ def signal_in(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["write_file", "evaluate"])
 def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs, name):
-    """They are written first, then the last validation begins, which it ends. The result has only
-    the knobs."""
+    """They are written first, then the last validation begins, which it ends. The result has the
+    knobs and checksums, but no score."""
     (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=partial(signal_in, name))
     assert result.returncode == -signal.SIGTERM and "val_loss:" not in result.stdout
     assert ("stopped: signal:15: not scored" in result.stdout) == (name == "write_file")
     files = {"final_model.pt", "final_model.int8.ptz", "final_result.json"}
     assert {path.name for path in tmp_path.iterdir()} == {"logs", *files}
-    assert json.loads((tmp_path / "final_result.json").read_text()).keys() == {"knobs"}
+    facts = json.loads((tmp_path / "final_result.json").read_text())
+    assert facts["knobs"]["num_layers"] == 1 and "val_loss" not in facts
     gpt = train_gpt.GPT(Hyperparameters.from_env({**knobs, **QUICK}), torch.float32)
     for file in ("final_model.pt", "final_model.int8.ptz"):
-        train_gpt.load_weights(gpt, (tmp_path / file).read_bytes(), file)
+        data = (tmp_path / file).read_bytes()
+        assert facts["crc32"][file] == zlib.crc32(data)
+        train_gpt.load_weights(gpt, data, file)
 
 
 def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, monkeypatch):

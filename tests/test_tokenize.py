@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import sys
 import threading
 from collections import Counter
 
@@ -175,9 +176,11 @@ def test_a_model_of_more_pieces_than_a_token_can_name_is_refused():
 
 
 def test_your_own_text(tmp_path, capsys):
-    """5 % of it validates, all of it trains the tokenizer, and the last line trains on it."""
+    """5 % of it validates, all of it trains the tokenizer, and the last line trains on it, printed
+    to a terminal that is not UTF-8."""
+    sys.stdout.reconfigure(encoding="ascii")
     (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
-    out = tmp_path / "my out"
+    out = tmp_path / "my \xe4"
     own = ["--docs", f"{tmp_path}/my.txt", "--vocab-size", "60000"]
     rebuild.main([*own, "--output-root", str(out)])
     num_docs = len(list(rebuild.read_documents(tmp_path / "my.txt")))
@@ -186,9 +189,48 @@ def test_your_own_text(tmp_path, capsys):
     output = capsys.readouterr().out
     assert f"{size} pieces, trained on {num_docs} of {num_docs} documents (100.0 %" in output
     assert f"WARNING: fineweb10B_sp60000 has {size} pieces, not 60000" in output
-    data, model = f"{out}/datasets/fineweb10B_sp60000", f"{out}/tokenizers/fineweb_60000_bpe.model"
-    command = f"DATA_PATH='{data}' TOKENIZER_PATH='{model}' VOCAB_SIZE={size} python "
+    data, model = "datasets/fineweb10B_sp60000", "tokenizers/fineweb_60000_bpe.model"
+    folder = f"{tmp_path}/my \\xe4"
+    command = (
+        f"DATA_PATH='{folder}/{data}' TOKENIZER_PATH='{folder}/{model}' VOCAB_SIZE={size} python "
+    )
     assert output.splitlines()[-1] == command + os.path.relpath(ROOT / "train_gpt.py")
+
+
+def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
+    """The command reads shorter sequences then, and the advice is enough."""
+    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
+    write_documents(tmp_path / "docs.jsonl", [text[:1200] for text in TEXTS[:12]])
+    run(tmp_path, *reuse)
+    warning, _, command = capsys.readouterr().out.splitlines()[-3:]
+    assert re.search(r"^WARNING: \d+ validation tokens are so few", warning)
+    assert " VOCAB_SIZE=384 TRAIN_SEQ_LEN=128 python " in command
+    run(tmp_path, *reuse, *re.findall(r"(--num-val-docs) (\d+)", warning)[0])
+    output = capsys.readouterr().out
+    assert "WARNING" not in output and "TRAIN_SEQ_LEN" not in output
+    write_documents(tmp_path / "docs.jsonl", ["one", "two"])
+    run(tmp_path, *reuse)
+    assert re.search(r"a text of \d\d+ documents should", capsys.readouterr().out)
+
+
+def test_a_single_space_is_always_a_piece(tmp_path, capsys):
+    """Also of a text with few spaces. A model without that piece is named; what it writes for a
+    space prints as one."""
+    texts = ["\u6587 \u6587" + "\u4e2d" * number for number in range(1000, 1040)]
+    docs = write_documents(tmp_path / "docs.jsonl", texts)
+    other = tmp_path / "other.model"
+    settings = {"character_coverage": 0.999, "hard_vocab_limit": False}
+    other.write_bytes(train_tokenizer(sentence_iterator=iter(texts), **settings))
+    for reuse in ([], ["--reuse-sp-model", f"384={other}"]):
+        run(tmp_path, *reuse, docs=[docs])
+        model = tmp_path / "out/tokenizers/fineweb_384_bpe.model"
+        assert ("\u2581" in pieces(model.read_bytes())) == (reuse == [])
+        warning = "WARNING: sp_bpe_384 has no piece for a single space"
+        assert (warning in capsys.readouterr().out) == (reuse != [])
+        folder = tmp_path / "out/datasets/fineweb10B_sp384"
+        assert check_dataset.main([str(folder), "--tokenizer", str(model)]) == 0
+        output = capsys.readouterr().out
+        assert "\u6587 \u6587" in output and "\u2581" not in output
 
 
 def test_documents_of_plain_text_and_json_lines(tmp_path):
@@ -275,7 +317,7 @@ def test_bad_documents_are_named(tmp_path):
         ("a", b"PK\3\4", "is compressed"),
         ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c .*a.txt > fixed.txt"),
         ("a", b"%PDF-1.4", "extract"), ("a.txt", "caf\u00e9".encode("utf-16"), "convert"),
-        ("a", b"", "has 0 documents"), ("a", b"one", "has 1 documents, .*blank lines"),
+        ("a", b"\n \n", "has no text"), ("a", b"one", "has 1 documents, .*blank lines"),
         ("a.json", b"[]", "line 1 must be"),
         ("a", b'{"text": "a"}\n\n{', "line 3 must be"), ("a", b'{"text": 5}', "line 1 must be"),
     ]  # fmt: skip
@@ -337,6 +379,9 @@ def test_errors_are_one_line(tmp_path, capsys):
         rebuild.main(["--output-root", str(tmp_path), "--shuffle", "1"])
     with pytest.raises(SystemExit, match="--vocab-size 65537: .* must be 1 to 65536"):
         rebuild.main(["--output-root", str(tmp_path), "--vocab-size", "65537"])
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--chunk-tokens", 2**31)
+    assert "'2147483648' must be a number from 1 to 2147483647" in capsys.readouterr().err
     for half in ("my.model", "384=", "=my.model", "x=my.model"):
         with pytest.raises(SystemExit):
             run(tmp_path, "--reuse-sp-model", half)

@@ -18,8 +18,20 @@ GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_wei
 NORM = "        x = x0 = rms_norm(x)\n"
 KEYS = "        self.c_k = CastedLinear(D, kv_dim, bias=False)\n"
 ROTATED = "        k = apply_rotary(rms_norm(k), cos, sin)\n"
+BLOCKS = "        self.blocks = nn.ModuleList("
+ADD_SKIP = "        return x + self.skip_weights[row].to(x.dtype) * skip\n"
+ATTEND = "        y = attend(q, k, v)\n"
+UPDATE = '            torch._foreach_add_(params, combined, alpha=-group["lr"])\n'
+FACTOR = '            group["lr"] = factor * group["base_lr"]\n'
 WARMDOWN = "return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)\n"
 README = ["half_skips", "schedule", "key_gain"]  # the edits that it shows
+TECHNIQUES = {  # edits that records/README.md shows, and the knobs of train_record.py for the same
+    "leaky_relu": {"RELU_SLOPE": "0.5"},
+    "skip_gates": {"SKIP_GATES": "1"},
+    "xsa": {"XSA_LAYERS": "99"},
+    "muon_weight_decay": {"MUON_WEIGHT_DECAY": "0.095"},
+    "min_lr": {"MIN_LR": "0.1"},
+}
 EDITS = {  # old text and new
     "half_skips": {
         "skip_weights = torch.ones(self.num_encoder_layers, D)": (
@@ -75,6 +87,30 @@ EDITS = {  # old text and new
             "    for group in adam.param_groups"
         )
     },
+    "leaky_relu": {RELU_SQUARED: "        hidden = F.leaky_relu(self.fc(x), 0.5).square()\n"},
+    "skip_gates": {
+        BLOCKS: (
+            "        gates = torch.zeros_like(skip_weights)  # logits: they start half open\n"
+            "        self.skip_weights_gate = "
+            f"nn.Parameter(gates, self.skip_weights.requires_grad)\n{BLOCKS}"
+        ),
+        ADD_SKIP: (
+            "        gate = torch.sigmoid(self.skip_weights_gate[row]).to(x.dtype)\n"
+            "        return gate * x + (1 - gate) * self.skip_weights[row].to(x.dtype) * skip\n"
+        ),
+    },
+    "xsa": {
+        ATTEND: (
+            f"{ATTEND}        groups = y.unflatten(2, (self.num_kv_heads, -1))  # by KV head\n"
+            "        direction = F.normalize(v, dim=-1).unsqueeze(3)\n"
+            "        along = (groups * direction).sum(dim=-1, keepdim=True)\n"
+            "        y = (groups - along * direction).flatten(2, 3)\n"
+        ),
+    },
+    "muon_weight_decay": {
+        UPDATE: f'            torch._foreach_mul_(params, 1 - 0.095 * group["lr"])\n{UPDATE}',
+    },
+    "min_lr": {FACTOR: FACTOR.replace("factor", "max(factor, 0.1)")},
 }
 TOGETHER = [*README, "swiglu", "untied", "output_gate", "codec", "dropout", "ten_layers"]
 

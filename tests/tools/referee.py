@@ -9,11 +9,9 @@ Knobs come from the environment, else from the run that wrote the file, as in sc
 import copy
 import glob
 import itertools
-import json
 import math
 import os
 import random
-import re
 import sys
 import textwrap
 import time
@@ -27,22 +25,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from score import open_model
+import trained
+from score import open_split
 from sentencepiece import SentencePieceProcessor
-from trained import load_script, model_parser
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "data"))
 
-import caseops  # noqa: E402
 import check_dataset  # noqa: E402
 
 Finding = tuple[bool, str]  # whether the rule holds, and what was measured
 LENGTHS = (1, 6, 2, 4, 3, 5)  # of documents, in proportion
 PASSAGE = 24  # tokens with which three documents begin, so that hints from one to another act
+SPACE = "\u2581".encode()  # if a tokenizer writes a lone one in bytes
+NO_BOS = "the split has no BOS, with which documents begin: build the shards again"
 MAX_NOISE = 0.01  # nats between two equal scorings
-# If a script rounds losses to bf16, each is off by up to 1/512 of itself, and the sum by 1/512 of
-# their mean, which may be 5 nats.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 class NotTested(Exception):
@@ -108,14 +104,15 @@ class Case:
         return changed + (changed == self.bos) * (tokens != self.bos)
 
     def decode(self, ids: np.ndarray) -> str:
-        text = self.tokenizer.decode(ids.tolist())
-        return caseops.decode(text) if caseops.is_caseops(self.tokenizer) else text
+        return trained.decode(self.tokenizer, ids.tolist())
 
     def knobs_with(self, word: str) -> list[int]:
         """The values of the knobs in use that have this word in their name."""
-        has_phases = getattr(self.hp, "lora_phases", 0) > 0
-        knobs = {k: v for k, v in asdict(self.hp).items() if has_phases or "phase" not in k}
-        return [v for name, v in knobs.items() if word in name and type(v) is int and v > 0]
+        knobs = asdict(self.hp)
+        switches = {"lora": "lora_rank", "lora_phase": "lora_phases"}
+        off = tuple(prefix for prefix, knob in switches.items() if not knobs.get(knob, 0) > 0)
+        used = [v for name, v in knobs.items() if word in name and not name.startswith(off)]
+        return [v for v in used if type(v) is int and v > 0]
 
 
 # ---- A decoding order exists ---------------------------------------------------------------------
@@ -171,9 +168,9 @@ def check_order(case: Case) -> Finding:
         raise NotTested(f"equal scorings differ by {noise:.2g} nats: set DEVICE=cpu or DTYPE=fp32")
     changes = torch.stack([(losses - first)[columns].abs() > 4 * noise for losses in others])
     changes.fill_diagonal_(False)
-    order = TopologicalSorter()
-    for place, row in zip(places, changes.T.tolist(), strict=True):
-        order.add(place, *itertools.compress(places, row))  # which must be decoded before it
+    rows = zip(places, changes.T.tolist(), strict=True)
+    # With each place, those that must be decoded before it.
+    order = TopologicalSorter({place: [*itertools.compress(places, row)] for place, row in rows})
     wanted = needed_size(case)[1]
     note = f" (less than {wanted:,}, which its knobs need)" if len(text) <= wanted else ""
     measured = (
@@ -201,7 +198,9 @@ def check_sums(case: Case) -> Finding:
     for token, changed in enumerate(texts):
         changed[place] = token
     total = sum(math.exp(-losses[place - 1]) for losses in case.score_all(texts, hp))
-    tolerance = TOLERANCE[case.runtime.dtype]
+    # If a script rounds losses to bf16, each is off by up to 1/512 of itself, and the sum by 1/512
+    # of their mean, which may be 5 nats.
+    tolerance = 1e-4 if case.runtime.dtype == torch.float32 else 1e-2
     measured = f"{total:.6f} over {len(texts):,} tokens at place {place} of {size}"
     return abs(total - 1) <= tolerance, f"{measured} (tolerance {tolerance:g})"
 
@@ -217,7 +216,7 @@ def find_gaps(case: Case, tokens: np.ndarray) -> Finding:
         gaps &= (case.score(case.change(tokens, places)) == 0).numpy()
     mean, own = losses.mean(dtype=torch.float64).item(), case.script.mean_loss(losses, case.runtime)
     measured = f"{len(losses):,} losses, {gaps.sum()} of them missing, mean {mean:.4f}"
-    if abs(own - mean) > 1e-6 * mean:
+    if abs(own - mean) > 1e-6 * abs(mean):
         return False, f"{measured}, by mean_loss {own:.4f}"
     return not gaps.any(), measured
 
@@ -226,26 +225,32 @@ def check_targets(case: Case) -> Finding:
     """Check the losses of the short text and, if there is time, of the whole split."""
     tokens, T = case.validation.tokens.numpy(), case.hp.train_seq_len
     num_targets, whole = len(tokens) - 1, (len(case.split) - 1) // T * T  # without the tail
+    if problem := trained.compare_with_manifest(case.hp):
+        return False, problem
     if not np.array_equal(tokens, case.split[: len(tokens)]):
         return False, "the scored tokens are not those of the shards"
     if num_targets < whole and case.hp.max_val_tokens <= 0:
         return False, f"only {num_targets:,} of {whole:,} targets are scored"
-    text, _ = short_text(case)
-    started = time.perf_counter()
-    holds, measured = find_gaps(case, text)
-    if not holds:
-        return False, f"short text: {measured}"
-    seconds = (time.perf_counter() - started) * num_targets / (len(text) - 1)
-    case.check_time(f"{num_targets:,} targets of the split", seconds)
-    holds, measured = find_gaps(case, tokens)
-    if holds and num_targets < whole:
+    seconds = 0.0  # for a token
+    for text in (short_text(case)[0], tokens):
+        case.check_time(f"{len(text) - 1:,} targets", seconds * len(text))
+        started = time.perf_counter()
+        holds, measured = find_gaps(case, text)
+        seconds = (time.perf_counter() - started) / len(text)
+        if not holds:
+            return False, measured
+    if num_targets < whole:
         raise NotTested(f"MAX_VAL_TOKENS leaves out some of {whole:,} targets: {measured}")
     tail = len(case.split) - 1 - whole
-    return holds, f"{measured}; the split has {whole:,} targets and a tail of {tail}"
+    return True, f"{measured}; the split has {whole:,} targets and a tail of {tail}"
 
 
 def check_bytes(case: Case) -> Finding:
     """Decode the scored tokens, one document at a time, and compare the bytes with the score's."""
+    if case.bos not in case.split:
+        raise NotTested(NO_BOS)
+    if not case.validation.is_tokenizer_right:
+        return False, "documents do not survive decoding and encoding: set TOKENIZER_PATH to theirs"
     tokens, sp = case.validation.tokens.numpy(), case.tokenizer
     ids = range(sp.vocab_size())
     is_special = np.array([sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i) for i in ids])
@@ -256,13 +261,17 @@ def check_bytes(case: Case) -> Finding:
         document = document[~is_special[document]]
         last = np.flatnonzero(~is_byte[document])[-1:]
         end = int(last.sum()) + len(last)  # the split may end within a character
-        count += len(case.decode(document[:end]).encode()) + len(document) - end
+        tail = bytes(int(sp.id_to_piece(i)[1:-1], 16) for i in document[end:].tolist())  # <0x0A>
+        text = case.decode(document[:end]).encode()
+        count += len(text) + len((tail if text else tail.removeprefix(SPACE)).replace(SPACE, b" "))
     own = round((len(tokens) - 1) / math.log(2) / case.validation.bits_per_byte(1.0))
     return own == count, f"{count:,} in the decoded text, {own:,} in the score"
 
 
 def check_leaks(case: Case) -> Finding:
     """Look for validation documents in the train shards."""
+    if case.bos not in case.split:
+        raise NotTested(NO_BOS)
     train = case.paths["train"]
     if not train:
         raise NotTested(f"{case.hp.data_path} has no train shards")
@@ -272,29 +281,25 @@ def check_leaks(case: Case) -> Finding:
             case.check_time(f"{len(train)} train shards")
             yield path
 
-    all, repeated, in_a_row = check_dataset.find_leaks(case.paths["val"], in_time(), case.bos)
+    all, repeated, leaked = check_dataset.find_leaks(case.paths["val"], in_time(), case.bos)
     found = f"{repeated} of {all} documents ({repeated / all:.2%})"
-    return in_a_row == 0, f"{found} are in {len(train)} train shards, {in_a_row} in a row"
+    return leaked == 0, f"{found} are in {len(train)} train shards, {leaked} of them are a leak"
 
 
 def check_limits(case: Case) -> Finding:
     """Compare the run's size with its limit and, if there are eight GPUs, its times, too."""
-    path = case.path.with_name("final_result.json")
-    result = json.loads(path.read_bytes()) if path.is_file() else {}
+    result = trained.saved_facts(case.path)
     if "bytes_total" not in result:
-        raise NotTested(f"{path} is missing, or of a run without a score")
-    log = path.parent / "logs" / f"{result['knobs']['run_id']}.txt"
-    text = log.read_text(errors="replace") if log.is_file() else ""
-    calibration = re.findall(r"^gptq_time:(\d+)ms", text, re.M)[-1:]
-    train_ms = result["train_ms"] + sum(map(int, calibration))
+        raise NotTested("final_result.json is missing, or of a run without a score")
+    train_ms = result["train_ms"] + result.get("gptq_ms", 0)  # calibration is training
     last_step = result["train_ms"] / max(result["steps"], 1)  # begins before the limit
     in_time = train_ms <= 600_000 + last_step and result["eval_ms"] <= 600_000
     is_judged = torch.cuda.device_count() >= 8
     times = f"trained {train_ms / 1000:.0f} s, scored {result['eval_ms'] / 1000:.0f} s"
     note = "of 600 each" if is_judged else "not judged without eight GPUs"
-    fits = result["bytes_total"] <= 16_000_000
-    measured = f"{result['bytes_total']:,} of 16,000,000 bytes; {times} ({note})"
-    return fits and (in_time or not is_judged), measured
+    size, limit = result["bytes_total"], case.script.SIZE_LIMIT
+    measured = f"{size:,} of {limit:,} bytes; {times} ({note})"
+    return size <= limit and (in_time or not is_judged), measured
 
 
 RULES = {
@@ -321,12 +326,13 @@ def judge(case: Case) -> dict[str, tuple[str, str]]:
 
 def run(args: Namespace) -> int:
     """Judge a model and print the table. Returns the exit code."""
-    deadline, script = time.perf_counter() + 60 * args.minutes, load_script(args.script)
-    model = open_model(script, args.model, {"COMPILE": "0"})
-    for line in model[2].log.waiting:
+    deadline, script = time.perf_counter() + 60 * args.minutes, trained.load_script(args.script)
+    gpt, runtime = trained.open_model(script, args.model, {"COMPILE": "0"})
+    split = open_split(script, gpt, runtime)
+    for line in runtime.log.waiting:
         if "WARNING" in line:
             print(line)
-    case = Case(script, *model, args.model, args.tokens, args.places, deadline)
+    case = Case(script, gpt, split, runtime, args.model, args.tokens, args.places, deadline)
     case.score(case.split[: case.hp.train_seq_len + 1])  # the first scoring is slower
     findings = judge(case)
     print()
@@ -337,11 +343,12 @@ def run(args: Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = model_parser(__doc__.partition("\n\n")[0])
+    parser = trained.model_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=0, help="of the short text")
     parser.add_argument("--places", type=int, default=32, help="in it that change (32)")
     parser.add_argument("--minutes", type=float, default=10, help="for all rules together (10)")
     args = parser.parse_args(arguments)
+    trained.printable()
     if "RANK" in os.environ:
         parser.error("start it without torchrun: it is one process")
     try:

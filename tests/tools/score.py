@@ -8,9 +8,7 @@ final_result.json in the same folder, which every node needs. The log goes to lo
 
 import io
 import math
-import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,51 +16,35 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
-from trained import load_script, model_parser, saved_facts, saved_knobs, unknown_knobs
+from trained import compare_with_manifest, load_script, model_parser, open_model
 
 
-def open_model(
-    script: ModuleType, path: Path, defaults: Mapping[str, str] | None = None
-) -> tuple[Any, Any, Any]:
-    """Load a model of this script, its validation split and a runtime. defaults: of knobs that the
-    environment does not set."""
-    knobs = saved_knobs(path)
-    environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
-    hp = script.Hyperparameters.from_env({**knobs, **(defaults or {}), **environ})
-    if knobs and not Path(hp.tokenizer_path).is_file():
+def open_split(script: ModuleType, gpt: Any, runtime: Any) -> Any:
+    """Load the validation split. Log the settings, and warnings about the split."""
+    hp = gpt.hp
+    if not Path(hp.tokenizer_path).is_file():
         advice = "start in the folder where the run started, or set it and DATA_PATH"
         raise script.InputError(f"TOKENIZER_PATH={hp.tokenizer_path!r} is not a file: {advice}")
-    runtime = script.open_runtime(hp)
-    script.compare_ranks(hp, runtime)
     validation = script.Validation(hp)
-    gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
-    data = runtime.from_rank_0(path.read_bytes)
-    script.load_weights(gpt, data, str(path))
     script.log_settings(gpt, validation, runtime)
-    own = len(runtime.source)
-    size = saved_facts(path).get("bytes_code", own)
-    if unknown := unknown_knobs(script, knobs):
-        runtime.log(f"WARNING: the script lacks the run's knobs {unknown}: apply its recipes")
-    elif size != own:
-        advice = "use the script of the run (--script), or the score may be another"
-        runtime.log(f"WARNING: the script has {own} bytes, that of the run had {size}: {advice}")
-    return gpt, validation, runtime
+    if problem := compare_with_manifest(hp):
+        runtime.log(f"WARNING: {problem}")
+    return validation
 
 
 def write_losses(script: ModuleType, losses: Tensor, path: Path, runtime: Any) -> bool:
     """Write the losses of all ranks, fp32, as NumPy's .npy. Returns whether that succeeded."""
     if dist.is_initialized():
         dist.all_reduce(losses)
-    if runtime.rank > 0:
-        return True
     file = io.BytesIO()
     np.save(file, losses.cpu().numpy())
-    return script.write_file(path, file.getvalue(), runtime.log)
+    return runtime.rank > 0 or script.write_file(path, file.getvalue(), runtime.log)
 
 
 def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
-    gpt, validation, runtime = open_model(script, path)
+    gpt, runtime = open_model(script, path, {})
+    validation = open_split(script, gpt, runtime)
     is_artifact = runtime.rank == 0 and path.read_bytes()[:2] != b"PK"  # as torch.save begins
     runtime.log(f"score:{path}")
     if runtime.rank == 0:
@@ -78,7 +60,7 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = model_parser(__doc__.split(":")[0])
+    parser = model_parser(__doc__)
     parser.add_argument("--losses", type=Path, metavar="FILE.npy", help="write each target's loss")
     args = parser.parse_args(arguments)
     script = load_script(args.script)

@@ -1,20 +1,30 @@
-"""Shared by the tools: arguments that name files, a script, the knobs of a model's run."""
+"""Shared by the tools: arguments that name files, a script, a model with the knobs of its run."""
 
 import contextlib
+import glob
 import importlib.util
 import json
+import os
 import sys
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from sentencepiece import SentencePieceProcessor
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
-OWN = ("run_id", "output_dir", "resume", "eval_only")  # of a run, not of its model
+RECORD = SCRIPT.parent / "tests" / "records" / "train_record.py"
+OWN = ("run_id", "output_dir", "resume")  # of a run, not of its model
+
+sys.path.append(str(SCRIPT.parent / "data"))
+
+import caseops  # noqa: E402
+import files  # noqa: E402
 
 
 def printable() -> None:
@@ -30,11 +40,10 @@ def existing_file(name: str) -> Path:
     return Path(name)
 
 
-def model_parser(description: str) -> ArgumentParser:
-    """Return the command line of a tool that opens a trained model."""
-    parser = ArgumentParser(description=description)
-    model_help = "artifact, final_model.pt or checkpoint"
-    parser.add_argument("model", type=existing_file, help=model_help)
+def model_parser(doc: str | None) -> ArgumentParser:
+    """Return the command line of a tool that opens a model. doc: its docstring; None with -OO."""
+    parser = ArgumentParser(description=(doc or "").partition("\n\n")[0])
+    parser.add_argument("model", type=existing_file, help="artifact, final_model.pt or checkpoint")
     script_help = "trained the model (default: train_gpt.py)"
     parser.add_argument("--script", type=existing_file, default=SCRIPT, help=script_help)
     return parser
@@ -61,31 +70,78 @@ def as_text(value: Any) -> str:
 
 
 def saved_facts(path: Path) -> dict[str, Any]:
-    """final_result.json in the folder of this file; {} if there is none."""
+    """Facts of the run that wrote this file: a checkpoint contains its knobs; other files need the
+    final_result.json in the same folder. {} if there is none."""
+    with contextlib.suppress(Exception):  # of any type: an artifact, or a damaged file
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads little
+        return {"knobs": dict(saved["knobs"])}
     result = path.with_name("final_result.json")
     try:
-        return dict(json.loads(result.read_bytes())) if result.is_file() else {}
+        facts = dict(json.loads(result.read_bytes())) if result.is_file() else {}
     except (ValueError, TypeError) as error:
         sys.exit(f"{result} is damaged: {error!r}: delete it, and set the knobs yourself")
+    checksums = facts.get("crc32")  # of the run's files
+    if checksums and zlib.crc32(path.read_bytes()) not in checksums.values():
+        sys.exit(
+            f"{path} is damaged, or not of the run of {result} (checksums differ): copy both files "
+            'from one run. If you made it from that run\'s weights, remove "crc32" from the result'
+        )
+    if "knobs" not in facts:
+        print(f"{path} and {result} have no knobs: copy the run's result there", file=sys.stderr)
+    return facts
 
 
-def saved_knobs(path: Path) -> dict[str, str]:
-    """Environment variables of the run that wrote this file. A checkpoint contains them; for other
-    files, they are in final_result.json. {} if they are nowhere."""
-    try:  # with mmap, the tensors stay on the disk
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        knobs = loaded.get("knobs")
-    except Exception:  # of any type: an artifact, or a damaged file, which load_weights refuses
-        knobs = None
-    knobs = knobs or saved_facts(path).get("knobs")
-    if knobs is None:
-        result = path.with_name("final_result.json")
-        advice = f"copy the run's {result.name} there"
-        print(f"{path} and {result} have no knobs: {advice}", file=sys.stderr)
-    return {name.upper(): as_text(v) for name, v in (knobs or {}).items() if name not in OWN}
-
-
-def unknown_knobs(script: ModuleType, knobs: dict[str, str]) -> str:
-    """Those that this script does not have, for a warning: the run had recipes or edits."""
+def unknown_knobs(script: ModuleType, knobs: Mapping[str, str]) -> dict[str, str]:
+    """Those that this script does not have."""
     known = {knob.name.upper() for knob in fields(script.Hyperparameters)}
-    return " ".join(f"{name}={value}" for name, value in knobs.items() if name not in known)
+    return {name: value for name, value in knobs.items() if name not in known}
+
+
+def encode(tokenizer: SentencePieceProcessor, text: str) -> list[int]:
+    return tokenizer.encode(caseops.encode(text) if caseops.is_caseops(tokenizer) else text)
+
+
+def decode(tokenizer: SentencePieceProcessor, ids: list[int]) -> str:
+    """Return the text. A tokenizer without a piece for a lone space writes the three bytes of its
+    mark U+2581, which are a space, too. As in other pieces, one that begins the text is dropped."""
+    text = tokenizer.decode(ids).removeprefix("\u2581").replace("\u2581", " ")
+    return caseops.decode(text) if caseops.is_caseops(tokenizer) else text
+
+
+def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> tuple[Any, Any]:
+    """Load a model of this script, with the knobs of the environment, else of its run. Returns it
+    and a runtime, whose log has the warnings. defaults: of knobs, in place of those of the run."""
+    facts = saved_facts(path)
+    saved = facts.get("knobs", {}).items()
+    knobs = {name.upper(): as_text(value) for name, value in saved if name not in OWN}
+    environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
+    hp = script.Hyperparameters.from_env({**knobs, **defaults, **environ})
+    runtime = script.open_runtime(hp)
+    script.compare_ranks(hp, runtime)
+    gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
+    script.load_weights(gpt, runtime.from_rank_0(path.read_bytes), str(path))
+    unknown, size = unknown_knobs(script, knobs), len(runtime.source)
+    if unknown or size != facts.get("bytes_code", size):
+        is_record = unknown and not unknown_knobs(load_script(RECORD), unknown)
+        name = "tests/records/train_record.py" if is_record else "the script of the run"
+        lacks = (
+            f"lacks {' '.join(f'{k}={v}' for k, v in unknown.items())}" if unknown else "differs"
+        )
+        advice = f"use {name} (--script), or the score may be another"
+        runtime.log(f"WARNING: the script is not that of the run: it {lacks}: {advice}")
+    return gpt, runtime
+
+
+def compare_with_manifest(hp: Any) -> str:
+    """Compare the size of the validation split with the manifest, if any. Returns the problem."""
+    folder = Path(os.path.abspath(hp.data_path))
+    manifest = folder.parent.parent / files.MANIFEST
+    try:
+        datasets = files.read_manifest(manifest)["datasets"] if manifest.is_file() else {}
+    except ValueError as error:
+        return str(error)
+    entry = datasets.get(folder.name, {})
+    found = sum(files.count_tokens(Path(path)) for path in glob.glob(hp.files("val")))
+    wanted = {**entry, **entry.get("stats", {})}.get("tokens_val", found)
+    problem = f"the validation split has {found:,} of {wanted:,} tokens in {manifest}"
+    return "" if found == wanted else f"{problem}: get its shards again"

@@ -1,0 +1,282 @@
+"""train_record.py's model against plain versions: the techniques' formulas, document masks, the
+published sizes; knobs that need each other."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.nn.functional as F
+import train_record
+from scripts import RECORDS, random_model, read
+from texts import train_tokenizer
+from torch import Tensor, nn
+
+from train_gpt import apply_rotary, attend, rms_norm, rotary_tables
+
+pytestmark = pytest.mark.baseline
+from_env = train_record.Hyperparameters.from_env
+T = 16
+SMALL = f"NUM_LAYERS=6 MODEL_DIM=32 NUM_HEADS=4 NUM_KV_HEADS=2 TRAIN_SEQ_LEN={T}"
+LANES = f"{SMALL} XSA_LAYERS=2 PARALLEL_LAYERS=4 TWO_LANES=1 LOOP_LAYERS=2 LOOP_FIRST=1"
+STACK = (
+    f"{LANES} RELU_SLOPE=0.5 ROPE_FRACTION=0.5 DEPTH_SCALE=1 SKIP_GATES=1 SMEAR_CHANNELS=12 "
+    "ATTENTION_GATE_MAX=1.5 ATTENTION_GATE_SCALE=0.5"
+)
+
+
+# ---- Records and knobs ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "preset, num_params, encoder, decoder",
+    [
+        ("record1394", 35_943_512, [0, 1, 2, 3, 4, 5, 4], [5, 4, 5, 6, 7, 8, 9, 10]),
+        ("record1855", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
+        ("record2014", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
+        ("record2135", 35_945_623, [0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10]),
+    ],
+)
+def test_a_record_is_the_published_model(preset, num_params, encoder, decoder):
+    """From record1855 on, it has 48 parameters less than published, which do nothing."""
+    gpt = train_record.GPT(from_env({"PRESET": preset}))
+    assert sum(param.numel() for param in gpt.parameters()) == num_params
+    assert gpt.order[: gpt.num_encoder_layers] == encoder
+    assert gpt.order[gpt.num_encoder_layers :] == decoder
+    names = {knob.name.upper() for knob in fields(gpt.hp)}
+    assert train_record.PRESETS[preset].keys() <= names and preset in RECORDS
+
+
+def test_record_is_an_older_name():
+    """Which final_result.json files of older runs have."""
+    first, second = (from_env({"PRESET": name, "RUN_ID": "x"}) for name in ("record", "record1394"))
+    assert vars(first) | {"preset": ""} == vars(second) | {"preset": ""}
+
+
+SLOT = "TRAIN_BATCH_TOKENS=512 TRAIN_SEQ_LEN=32 CONTEXT_GROWTH"
+
+
+@pytest.mark.parametrize(
+    "knobs, words",
+    [
+        ("WHOLE_DOCUMENTS=1", "WHOLE_DOCUMENTS=True must be 0 without DOCUMENT_MASK=1"),
+        ("NUM_LAYERS=5 LOOP_FIRST=5", "LOOP_FIRST=5 must be below NUM_LAYERS"),
+        (f"{SLOT}=0.3:0.5", "CONTEXT_GROWTH=.* divide a slot of 64"),
+        (f"{SLOT}=0:1", "CONTEXT_GROWTH=.* divide a slot"),
+        (f"{SLOT}=2:0.5", "CONTEXT_GROWTH=.* divide a slot"),
+        (f"{SLOT}=0.5", "CONTEXT_GROWTH=.* a finite number"),
+        ("ROPE_FRACTION=1.5", "ROPE_FRACTION=1.5 must be 0 to 1"),
+        ("LOOP_FROM=1", "LOOP_FROM=1.0 must be .* below 1"),
+        ("EMA_DECAY=1", "EMA_DECAY=1.0 must be .* below 1"),
+        ("MATRIX_LEVELS=0", "MATRIX_LEVELS=0 must be 1 to 127"),
+        ("EMBED_LEVELS=128", "EMBED_LEVELS=128 must be 1 to 127"),
+        ("LORA_SKIP=c_k,k", "LORA_SKIP=.* must be some of c_q, c_k, c_v, proj, fc, lm_head"),
+        ("LORA_SKIP=c_q,c_k,c_v,proj,fc,lm_head", "LORA_SKIP=.* must be some of c_q"),
+        ("TILT_ORDER=random", "TILT_ORDER='random' must be decoding or stream"),
+    ],
+)
+def test_a_knob_that_does_not_fit_the_others_is_refused(knobs, words):
+    with pytest.raises(train_record.InputError, match=words):
+        from_env(read(knobs))
+
+
+@pytest.mark.parametrize("layers, first, lanes, fits", [(4, 1, 1, 1), (4, 1, 2, 0), (6, 4, 1, 0)])
+def test_loops_that_reach_the_lanes_are_refused(layers, first, lanes, fits):
+    loops = f"NUM_LAYERS={layers} LOOP_LAYERS=2 LOOP_FIRST={first} PARALLEL_LAYERS={lanes}"
+    knobs = read(f"{SMALL} {loops}")
+    random_model(train_record, knobs).logits(torch.tensor([[1, 2]]))  # one stream
+    if fits:
+        random_model(train_record, {**knobs, "TWO_LANES": "1"}).logits(torch.tensor([[1, 2]]))
+    else:
+        with pytest.raises(train_record.InputError, match="LOOP_LAYERS=2 must be fewer"):
+            from_env({**knobs, "TWO_LANES": "1"})
+
+
+@pytest.mark.parametrize("knob", ["SMEAR_CHANNELS=12", "DOCUMENT_MASK=1"])
+def test_a_technique_that_needs_bos_1_says_so(tmp_path, knobs, knob):
+    tokenizer = tmp_path / "other.model"
+    tokenizer.write_bytes(train_tokenizer(bos_id=2, eos_id=1))
+    hp = from_env({**knobs, "TOKENIZER_PATH": str(tokenizer), **read(knob)})
+    with pytest.raises(train_record.InputError, match="BOS is not 1: set DOCUMENT_MASK=0 and SMEA"):
+        train_record.Validation(hp)
+
+
+# ---- The model, by the formulas of the techniques ------------------------------------------------
+def plain_embedding(gpt: nn.Module, ids: list[int]) -> Tensor:
+    """The first layer's input."""
+    x = gpt.tok_emb.weight[ids]
+    if gpt.hp.smear_channels == 0:
+        return rms_norm(x)
+    assert len(gpt.smear_gate) == 13
+    rows = [*x]
+    for t in [t for t in range(1, len(ids)) if ids[t] != 1]:  # nothing goes into a BOS
+        gate = torch.sigmoid(gpt.smear_gate[:12] @ x[t, :12])
+        rows[t] = x[t] + gpt.smear_gate[12] * gate * x[t - 1]
+    return rms_norm(torch.stack(rows))
+
+
+def plain_attention(gpt: nn.Module, layer: int, x: Tensor) -> Tensor:
+    attn, hp = gpt.blocks[layer].attn, gpt.hp
+    q, k, v = (c(x).view(len(x), -1, 8) for c in (attn.c_q, attn.c_k, attn.c_v))
+    n = int(8 * hp.rope_fraction)  # rotated channels
+    cos, sin = rotary_tables(len(x), n, 10_000)[:, :, None]
+    q, k = (
+        torch.cat((apply_rotary(x[..., :n], cos, sin), x[..., n:]), dim=-1)
+        for x in (rms_norm(q), rms_norm(k))
+    )
+    y = attend(*(x[None] for x in (q * attn.q_gain[:, None], k, v)))[0]
+    if layer >= hp.num_layers - hp.xsa_layers:
+        v = v.repeat_interleave(2, dim=1)
+        y = y - (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
+    if hp.attention_gate_max > 0:
+        y = 1.5 * torch.sigmoid(0.5 * x[:, :12] @ attn.gate.T)[..., None] * y
+    return attn.proj(y.flatten(1))
+
+
+def plain_logits(gpt: nn.Module, ids: list[int], order: list[int]) -> Tensor:
+    hp, x0 = gpt.hp, plain_embedding(gpt, ids)
+    lanes, skips = [x0, x0], []  # one stream is two equal lanes
+    for i, layer in enumerate(order):
+        block, num_skips = gpt.blocks[layer], len(order) // 2
+        is_parallel = layer >= hp.num_layers - hp.parallel_layers
+        has_lanes = is_parallel and layer >= hp.num_layers // 2 and hp.two_lanes
+        if i >= num_skips:
+            row = len(gpt.skip_weights) - 2 * num_skips + i
+            kept, added = lanes[0], gpt.skip_weights[row] * skips.pop()
+            if hp.skip_gates:
+                gate = torch.sigmoid(gpt.skip_weights_gate[row])
+                kept, added = gate * kept, (1 - gate) * added
+            lanes = [kept + added, lanes[1] if has_lanes else kept + added]
+        scale = (layer + 1) ** -0.5 if hp.depth_scale else 1
+        mixed = block.resid_mix[0] * lanes[0] + block.resid_mix[1] * x0
+        y = block.attn_scale * plain_attention(gpt, layer, scale * rms_norm(mixed))
+        x = lanes[1] if has_lanes else mixed if is_parallel else mixed + y
+        hidden = block.mlp.fc(scale * rms_norm(x))
+        squares = torch.where(hidden > 0, hidden, hp.relu_slope * hidden) ** 2
+        z = block.mlp_scale * block.mlp.proj(squares)
+        if has_lanes:
+            factors = zip(lanes, block.lane_scales.T, strict=True)
+            lanes = [keep * lane + attn * y + mlp * z for lane, (keep, attn, mlp) in factors]
+        else:
+            lanes = [mixed + y + z] * 2
+        skips += [lanes[0]] if i < num_skips else []
+    logits = rms_norm((lanes[0] + lanes[1]) / 2) @ gpt.tok_emb.weight.T
+    return 30 * torch.tanh(logits / 30)
+
+
+@pytest.mark.parametrize("knobs", [STACK, f"{STACK} TWO_LANES=0", LANES, SMALL])
+def test_logits_are_those_of_a_plain_version(knobs):
+    gpt = random_model(train_record, read(knobs))
+    ids = [1, *range(5, 12), 1, *range(10, 17)]
+    for is_looping in (True, False):
+        gpt.set_looping(is_looping)
+        loops = [1, 2] if is_looping and gpt.hp.loop_layers else []
+        expected = plain_logits(gpt, ids, [0, 1, 2, *loops, 3, 4, 5])
+        torch.testing.assert_close(gpt.logits(torch.tensor([ids])), expected, rtol=0, atol=1e-3)
+
+
+def test_new_parameters_begin_as_documented():
+    """Adam trains them, and they stay fp32."""
+    gpt = train_record.GPT(from_env(read(STACK)))
+    zeros = (gpt.smear_gate, gpt.skip_weights_gate, gpt.blocks[5].attn.gate)
+    assert not any(param.any() for param in zeros)
+    assert gpt.blocks[5].lane_scales.tolist() == [[pytest.approx(1.1)] * 2, [1] * 2, [1] * 2]
+    scalars = {id(param) for param in train_record.parameter_groups(gpt, gpt.hp)["scalar"]}
+    for param in (*zeros, gpt.blocks[5].lane_scales):
+        assert id(param) in scalars and param.dtype == torch.float32
+
+
+# ---- Document masks ------------------------------------------------------------------------------
+WIDTH = 96  # so that a row has three documents at most
+DOCUMENTS = f"TRAIN_SEQ_LEN={WIDTH} TRAIN_BATCH_TOKENS={8 * WIDTH}"
+
+
+def random_row(*starts: int) -> Tensor:
+    """Random tokens with BOS at these positions."""
+    row = torch.randint(4, 1000, (WIDTH,), generator=torch.Generator().manual_seed(len(starts)))
+    row[list(starts)] = 1
+    return row
+
+
+# Rows and the lengths of their documents. The third document includes those after it.
+ROWS = {
+    "begins_with_bos": (random_row(0, 40), [40, 56]),
+    "begins_inside_a_document": (random_row(10, 60), [10, 50, 36]),
+    "one_token": (random_row(1, 95), [1, 94, 1]),
+    "no_bos": (random_row(), [96]),
+    "surplus_documents": (random_row(0, 8, 30, 31, 70), [8, 22, 66]),
+}
+BATCH = torch.stack([row for row, _ in ROWS.values()])
+# Documents that the end of a row of T tokens would cut, and one longer than T.
+WHOLE = {"whole_documents": (BATCH[[0, 1, 3]].flatten(), [40, 66, 50, 96, 36])}
+
+
+@pytest.mark.parametrize("knobs", [SMALL, f"{STACK} SMEAR_CHANNELS=0"], ids=["alone", "stack"])
+@pytest.mark.parametrize("row, lengths", (ROWS | WHOLE).values(), ids=ROWS | WHOLE)
+def test_a_document_does_not_depend_on_the_others_in_its_row(knobs, row, lengths):
+    environ = {**read(knobs), **read(DOCUMENTS)}
+    plain, gpt = (
+        random_model(train_record, {**environ, "DOCUMENT_MASK": mask}) for mask in ("0", "1")
+    )
+    expected = torch.cat([plain.logits(document[None]) for document in row.split(lengths)])
+    logits = gpt.logits(torch.stack([row.flip(0), row]))[len(row) :]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("longest", [30, WIDTH])
+def test_flash_attention_agrees_with_the_mask(longest, monkeypatch):
+    """FlashAttention, which needs a GPU, is replaced by a loop over the documents."""
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    leading = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
+    assert [arg.name for arg in schema.arguments[:9]] == leading.split()
+
+    def flash(q, k, v, bounds, bounds_k, max_q, max_k, dropout, is_causal, return_debug_mask):
+        assert (bounds is bounds_k, max_q, max_k) == (True, longest, longest)
+        assert (dropout, is_causal, return_debug_mask) == (0, True, False)
+        ys = []
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+            heads = [x[start:end].transpose(0, 1) for x in (q, k, v)]
+            y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            ys.append(y.transpose(0, 1))
+        return torch.cat(ys), None
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    heads = torch.randn(len(BATCH), WIDTH, 8, 16, generator=torch.Generator().manual_seed(0))
+    qkv = heads.split((4, 2, 2), dim=2)
+    mask, bounds = (train_record.find_documents(BATCH, longest, f)[0] for f in (False, True))
+    expected, y = (train_record.attend_within(documents, *qkv) for documents in (mask, bounds))
+    torch.testing.assert_close(y, expected)
+
+
+def cut_plainly(rows: list[list[int]], longest: int) -> tuple[list[int], list[list[int]]]:
+    """First tokens of the documents in all rows, and positions, by a loop over the tokens."""
+    starts, positions = [], []
+    for row, tokens in enumerate(rows):
+        positions.append([])
+        num_documents, length = 0, 0
+        for place, token in enumerate(tokens):
+            may_start = num_documents < max(len(tokens) // 32, 2)
+            is_first = place == 0 or (token == 1 and may_start)
+            num_documents += is_first
+            if is_first or length == longest:
+                starts.append(row * len(tokens) + place)
+                length = 0
+            positions[-1].append(length)
+            length += 1
+    return starts, positions
+
+
+@pytest.mark.parametrize("size", [40, 192])  # of a row, which has two or six documents at most
+@pytest.mark.parametrize("longest", [7, 32, 33, 96, 192])
+def test_documents_are_cut_as_by_a_plain_loop(size, longest):
+    rows = torch.randint(4, 1000, (4, 192), generator=torch.Generator().manual_seed(longest))
+    rows[0, [0, 7, 14, 50, 150]] = 1
+    rows[1, [1, 97]] = 1
+    rows[2, ::8] = 1
+    rows, most = rows[:, :size], max(size // 32, 2)
+    starts, positions = cut_plainly(rows.tolist(), longest)
+    (bounds, _), found = train_record.find_documents(rows, longest, is_flash=True)
+    assert {*bounds.tolist()} == {*starts, rows.numel()} and bounds.dtype == torch.int32
+    assert found.tolist() == positions and len(bounds) == 4 * (most + (size - 1) // longest) + 1
+    documents = torch.tensor([sum(start <= i for start in starts) for i in range(rows.numel())])
+    documents = documents.view(4, -1)
+    (mask, _), found = train_record.find_documents(rows, longest, is_flash=False)
+    assert torch.equal(mask[:, 0], (documents[:, :, None] == documents[:, None]).tril())
+    assert found.tolist() == positions

@@ -1,0 +1,384 @@
+"""train_record.py's final scores: test-time training and hints against plain versions, and what
+losses must not depend on."""
+
+import copy
+import functools
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import referee
+import score
+import torch
+import train_record
+from runs import ALONE, run_here, run_ranks, scores
+from scripts import random_model, read
+from texts import write_shard
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from train_record import GPT, find_hints, lora_ttt
+
+import train_gpt
+
+pytestmark = pytest.mark.baseline
+BOS, T = 1, 16
+# Targets of each document: one is shorter than a chunk, one is a whole chunk, one is longer than T.
+LENGTHS = [3, 22, 4, 13, 6]
+# At a higher learning rate rounding errors grow fast: AdamW without momentum divides each gradient
+# by about its own size.
+LORA = f"TRAIN_SEQ_LEN={T} NUM_LAYERS=2 LORA_RANK=4 LORA_LR=5e-4 LORA_CHUNK=4 LORA_DOCUMENTS=3"
+
+
+@pytest.fixture
+def lora_knobs(knobs) -> dict[str, str]:
+    return {**knobs, **read(LORA)}
+
+
+@pytest.fixture
+def gpt(lora_knobs) -> GPT:
+    return random_model(train_record, lora_knobs)
+
+
+def random_tokens(lengths: list[int]) -> Tensor:
+    """Documents with these numbers of targets, each of which ends with the next one's BOS."""
+    generator = torch.Generator().manual_seed(1)
+    parts = []
+    for length in lengths:
+        few = torch.randint(4, 12, (length - 1,), generator=generator)  # a model can learn these
+        parts += [torch.tensor([BOS]), few]
+    return torch.cat([*parts, torch.tensor([BOS])]).to(torch.uint16)
+
+
+def split(tokens: Tensor) -> list[Tensor]:
+    starts = [0, *(i for i in range(1, len(tokens) - 1) if tokens[i] == BOS), len(tokens) - 1]
+    return [tokens[start : end + 1] for start, end in zip(starts[:-1], starts[1:], strict=True)]
+
+
+# ---- Adapters ------------------------------------------------------------------------------------
+def loss_of(gpt: GPT, tokens: Tensor, runtime=ALONE, **changes) -> float:
+    """train_record.py's loss. changes: other knobs."""
+    losses = lora_ttt(gpt, tokens, replace(gpt.hp, **changes), runtime, None)
+    return train_record.mean_loss(losses, runtime)
+
+
+def plain_loss(gpt: GPT, documents: list[Tensor], lr: float, keep: bool = False) -> float:
+    """What it should be: one document at a time, in a model with dense matrices W + B @ A. Only the
+    first A are not its own. keep: a later document starts with the A of the one before."""
+    hp, context = gpt.hp, gpt.hp.lora_context or T
+    # A tied output is a copy of the embedding, which the adapters do not change.
+    weights = {"lm_head.weight": gpt.tok_emb.weight, **gpt.state_dict()}
+    weights = {name: weight.detach().clone() for name, weight in weights.items()}
+    model = GPT(replace(hp, tie_embeddings=False, train_seq_len=context), gpt.dtype)
+    names = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    assert len(names) == 6 * hp.num_layers + 1
+    names = [name for name in names if name.split(".")[-2] not in hp.lora_skip]
+    adapted = copy.deepcopy(gpt)
+    train_record.add_lora(adapted, 1)
+    layers = [adapted.get_submodule(name.removesuffix(".weight")) for name in names]
+    first = [layer.A[0].detach() for layer in layers]
+    scale = 144 / hp.lora_rank if hp.lora_keep else 1
+    total = 0.0
+    for document in documents:
+        As = [nn.Parameter(A.clone()) for A in first]
+        Bs = [nn.Parameter(torch.zeros(len(weights[name]), hp.lora_rank)) for name in names]
+        settings = {"betas": (0.0, 0.99), "eps": 1e-10, "weight_decay": hp.lora_weight_decay}
+        optimizer = torch.optim.AdamW([*As, *Bs], lr, **settings)
+        num_targets = len(document) - 1
+        chunk = hp.lora_chunk
+        if hp.lora_short_chunks:
+            chunk = 2 if num_targets <= 6 else 3 if num_targets <= 13 else chunk
+        for start in range(0, num_targets, chunk):
+            end = min(start + chunk, num_targets)
+            window = document[max(start + chunk - context, 0) : end + 1][None].long()
+            dense = {n: weights[n] + scale * B @ A for n, A, B in zip(names, As, Bs, strict=True)}
+            arguments = (window[:, :-1], window[:, 1:], "none")
+            losses = torch.func.functional_call(model, {**weights, **dense}, arguments)
+            loss = losses[0, start - end :].sum()
+            total += loss.item()
+            if end < num_targets:
+                optimizer.zero_grad()
+                (loss / chunk).backward()
+                optimizer.step()
+        first = [A.detach() for A in As] if keep else first
+    return total / sum(len(document) - 1 for document in documents)
+
+
+WHOLE = random_tokens(LENGTHS)
+PART = random_tokens([10, 30])[4:27]  # begins and ends within a document
+
+
+@pytest.mark.parametrize(
+    "tied, chunk, tokens, lengths",
+    [
+        ("1", "4", WHOLE, LENGTHS),
+        ("0", "4", WHOLE, LENGTHS),
+        ("1", "16", random_tokens([17, 40]), [17, 40]),  # T
+        ("1", "4", PART, [6, 16]),
+        ("1", "4", PART[7:], [15]),  # has no BOS
+    ],
+)
+def test_the_loss_is_that_of_a_plain_version(lora_knobs, tied, chunk, tokens, lengths):
+    """Which scores each chunk before it learns from it. Groups of any size give the same loss."""
+    gpt = random_model(train_record, {**lora_knobs, "TIE_EMBEDDINGS": tied, "LORA_CHUNK": chunk})
+    documents = split(tokens)
+    assert [len(document) - 1 for document in documents] == lengths
+    alone = plain_loss(gpt, documents, 0.0)
+    assert loss_of(gpt, tokens, lora_lr=0.0) == pytest.approx(alone, abs=1e-6)
+    learned = plain_loss(gpt, documents, 5e-4)
+    for size in (0, 3, 100):
+        assert loss_of(gpt, tokens, lora_documents=size) == pytest.approx(learned, abs=1e-5)
+    assert learned < alone - 0.02
+
+
+@pytest.mark.parametrize(
+    "changes", ["CONTEXT=24", "SKIP=c_k,fc", "SKIP=lm_head", "WEIGHT_DECAY=200", "SHORT_CHUNKS=1"]
+)
+def test_a_knob_does_what_a_plain_version_does(gpt, lora_knobs, changes, monkeypatch):
+    monkeypatch.setattr(train_record, "LORA_SHORT_CHUNKS", ((6, 2), (13, 3)))
+    changed = random_model(train_record, {**lora_knobs, **read(f"LORA_{changes}")})
+    loss = loss_of(changed, WHOLE, lora_documents=1)
+    assert loss == pytest.approx(plain_loss(changed, split(WHOLE), 5e-4), abs=1e-5)
+    assert abs(loss - loss_of(gpt, WHOLE, lora_documents=1)) > 1e-4
+
+
+def plain_phase(gpt: GPT, documents: list[Tensor], lr: float) -> None:
+    """Train all weights in steps of two rows of T tokens."""
+    tokens = torch.cat([*(document[:-1] for document in documents), documents[-1][-1:]]).long()
+    rows = [tokens[i : i + T + 1] for i in range(0, len(tokens) - T, T)]
+    steps = [torch.stack(rows[i : i + 2]) for i in range(0, len(rows), 2)]
+    sgd = torch.optim.SGD(gpt.parameters(), momentum=0.9)
+    for i, batch in enumerate(steps):
+        sgd.zero_grad()
+        gpt(batch[:, :-1], batch[:, 1:]).backward()
+        nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+        sgd.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * i / (len(steps) - 1))) / 2
+        sgd.step()
+
+
+@pytest.mark.parametrize("tied", ["1", "0"])
+def test_phases_are_those_of_a_plain_version(lora_knobs, tied, monkeypatch):
+    """Two documents, three steps of all weights, a document, four steps, two documents."""
+    monkeypatch.setattr(train_record, "LORA_PHASE_TOKENS", 2 * T)
+    environ = {**lora_knobs, "LORA_CHUNK": "8", "TIE_EMBEDDINGS": tied}
+    gpt = random_model(train_record, environ)
+    tokens = random_tokens([40, 50, 30, 6, 9])
+    documents = sorted(split(tokens), key=len, reverse=True)
+    phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_phase_lr": 0.01}
+    losses = []
+    for size in (1, 2):  # a phase ends with a group
+        losses.append(loss_of(gpt, tokens, lora_documents=size, **phases))
+    constant = loss_of(gpt, tokens)
+    for off in ("lora_phases", "lora_phase_documents", "lora_phase_lr"):
+        assert loss_of(gpt, tokens, **{**phases, off: 0}) == constant
+    plain, total = copy.deepcopy(gpt), 0.0
+    for first, end in ((0, 2), (2, 4), (4, 5)):
+        if first > 0:
+            plain_phase(plain, documents[:first], 0.01)
+        part = documents[first:end]
+        total += plain_loss(plain, part, 5e-4) * sum(len(d) - 1 for d in part)
+    assert losses == pytest.approx([total / (len(tokens) - 1)] * 2, abs=1e-5)
+    assert abs(losses[0] - constant) > 0.01
+    assert gpt.training  # and as it was: only a copy learns
+    assert all(param.requires_grad and param.grad is None for param in gpt.parameters())
+
+
+def test_adapters_begin_alike_and_small(gpt):
+    adapters = train_record.add_lora(gpt, 2)
+    for A, B in zip(adapters[::2], adapters[1::2], strict=True):
+        assert not B.any() and torch.equal(A[0], A[1]) and A.dtype == torch.float32
+        bound = 144 / 4 / A.size(2) ** 0.5
+        assert 0.9 * bound < A.abs().max() <= bound and A.mean().abs() < 0.2 * bound
+
+
+def test_kept_adapters_are_those_of_a_plain_version(lora_knobs):
+    """Each of two slots has its own, on one rank and on two."""
+    gpt = random_model(train_record, {**lora_knobs, **read("LORA_KEEP=1 LORA_CHUNK=8")})
+    tokens = random_tokens([40, 39, 38, 37, 36])
+    documents = sorted(split(tokens), key=len, reverse=True)
+    knobs = {"lora_documents": 1, "batch_slots": 2}
+    whole = loss_of(gpt, tokens, **knobs)
+    # Phases of learning rate 0: a slot's groups must not depend on where a phase begins.
+    knobs |= {"lora_phases": 4, "lora_phase_documents": 1, "lora_phase_lr": 0.0}
+    assert loss_of(gpt, tokens, **knobs) == whole
+    for rank in (0, 1):
+        part = documents[rank::2]
+        share = sum(len(document) - 1 for document in part) / (len(tokens) - 1)
+        kept, own = (share * plain_loss(gpt, part, 5e-4, keep) for keep in (True, False))
+        loss = loss_of(gpt, tokens, replace(ALONE, rank=rank, world_size=2), **knobs)
+        assert loss / 2 == pytest.approx(kept, abs=1e-5)
+        assert abs(kept - own) > 1e-4
+        whole -= kept
+    assert abs(whole) < 1e-5
+
+
+def test_adapters_learn_in_bf16(gpt, lora_knobs):
+    half = random_model(train_record, lora_knobs, torch.bfloat16)
+    alone, learned = (loss_of(half, WHOLE, lora_lr=lr) for lr in (0.0, 5e-4))
+    assert learned < alone - 0.1
+    assert learned == pytest.approx(loss_of(gpt, WHOLE), abs=0.1)
+
+
+@pytest.mark.records
+def test_a_compiled_model_has_the_same_loss(gpt, monkeypatch):
+    """Few graphs are compiled, none for the second group, and one for all phases."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    runtime = replace(ALONE, compiled=True)
+    model = train_record.wrap(gpt, True)
+    tokens = random_tokens([22] * 6)
+    train_record.evaluate(model, tokens[: 8 * T + 1], T, gpt.hp, runtime)  # without adapters
+    before = counters["stats"]["unique_graphs"]
+    phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_documents": 2}
+    for knobs, graphs in ({}, 3), (phases, 3 + 4):
+        compiled = lora_ttt(model, tokens, replace(gpt.hp, **knobs), runtime, None).mean().item()
+        assert compiled == pytest.approx(loss_of(gpt, tokens, **knobs), abs=1e-5)
+        assert counters["stats"]["unique_graphs"] == before + graphs
+
+
+def take_short_steps() -> None:
+    """Score with train_record.py: steps of all weights have five rows."""
+    train_record.LORA_PHASE_TOKENS = 5 * T
+    score.load_script = lambda path: train_record
+    train_gpt.main = score.main
+
+
+def test_score_gives_the_same_on_one_rank_and_on_two(tmp_path, gpt, lora_knobs, monkeypatch):
+    """Phases take steps of five rows, one (the second rank has none), five and two. MAX_VAL_TOKENS
+    cuts the last document."""
+    monkeypatch.setattr(train_record, "LORA_PHASE_TOKENS", 5 * T)
+    monkeypatch.setattr(score, "load_script", lambda path: train_record)
+    tokens = random_tokens([50, 49, 10, 3, 9])
+    write_shard(tmp_path / "fineweb_val_000000.bin", tokens.numpy())
+    weights = str(tmp_path / "final_model.pt")
+    torch.save(gpt.state_dict(), weights)
+    environ = {**lora_knobs, "DATA_PATH": str(tmp_path), "MAX_VAL_TOKENS": str(8 * T - 1)}
+    environ |= read("LORA_DOCUMENTS=2 LORA_PHASES=2 LORA_PHASE_DOCUMENTS=2 LORA_PHASE_LR=0.1")
+    results = run_ranks(tmp_path, environ, 2, [score.__file__, weights], edit=take_short_steps)
+    results.append(run_here(tmp_path, environ, score, [weights]))
+    results.append(run_here(tmp_path, {**environ, "LORA_PHASE_LR": "0"}, score, [weights]))
+    assert all(result.returncode == 0 for result in results), results
+    assert "\nlora_ttt: LORA_RANK=4 LORA_LR=0.0005 " in results[0].stdout
+    two, one, constant = (
+        scores(result.stdout.splitlines()[-1])[0] for result in results if result.stdout
+    )
+    assert two == pytest.approx(one, abs=1e-5) and abs(one - constant) > 0.001
+    assert constant == pytest.approx(plain_loss(gpt, split(tokens[: 7 * T + 1]), 5e-4), abs=1e-5)
+
+
+# ---- Hints ---------------------------------------------------------------------------------------
+BOOST = 1.5
+TILT = f"TRAIN_SEQ_LEN={T} NUM_LAYERS=2 TILT_BOOST={BOOST} TILT_TOKENS=2 TILT_SHARE=0.6"
+WITH_LORA = (
+    f"{LORA} LORA_DOCUMENTS=2 LORA_KEEP=1 LORA_PHASES=9 LORA_PHASE_DOCUMENTS=2 LORA_PHASE_LR=0.1 "
+    "BATCH_SLOTS=1"
+)
+
+
+def repetitive_tokens(lengths: list[int]) -> Tensor:
+    """Documents with these numbers of targets, and a last BOS. Most tokens follow from the last."""
+    numbers = random.Random(1)
+    tokens = []
+    for length in lengths:
+        tokens.append(1)
+        for _ in range(length - 1):
+            tokens.append(4 + (5 * tokens[-1] + numbers.choice([0, 0, 0, 0, 1])) % 8)
+    return torch.tensor([*tokens, 1]).to(torch.uint16)
+
+
+def count_hints(inputs: list[int], targets: list[int], n: int, share: float) -> list[int]:
+    """One target after the other: count it after its hint is given."""
+    counts: dict[tuple, dict[int, int]] = {}
+    leaders: dict[tuple, int] = {}
+    hints = []
+    for i, target in enumerate(targets):
+        context = tuple([-1] * n + inputs[: i + 1])[-n:]
+        followers = counts.setdefault(context, {})
+        leader = leaders.get(context, -1)
+        is_hint = leader >= 0 and followers[leader] / sum(followers.values()) >= share
+        hints.append(leader if is_hint else -1)
+        followers[target] = followers.get(target, 0) + 1
+        if leader < 0 or followers[target] > followers[leader]:
+            leaders[context] = target
+    return hints
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 15])
+@pytest.mark.parametrize("vocab_size", [2, 3, 50, 2**16])
+def test_hints_are_those_of_a_dictionary(n, vocab_size):
+    """In streams that repeat parts of themselves. Two tokens give many ties."""
+    numbers = random.Random(n)
+    stream = [numbers.randrange(vocab_size) for _ in range(300)]
+    stream += stream[50:200] + [numbers.randrange(vocab_size) for _ in range(50)] + stream[:100]
+    inputs, targets = stream[:-1], stream[1:]
+    for share in (0, 0.5, 0.75, 0.8, 1):
+        hints = find_hints(torch.tensor(inputs), torch.tensor(targets), n, share)
+        assert hints.tolist() == count_hints(inputs, targets, n, share)
+
+
+def test_a_hint_adds_to_its_logit(knobs):
+    """So the probabilities of all tokens still sum to 1. The gradient is that without hints."""
+    gpt = random_model(train_record, {**knobs, **read(TILT)})
+    V, hint = gpt.hp.vocab_size, 7
+    inputs, hint_ids = torch.tensor([[1, 5, 9]]), torch.tensor([[hint, hint, -1]])
+    every = torch.arange(V)
+    logits = gpt.logits(inputs)
+    ids, targets, hints = inputs.expand(V, 3), every[:, None].expand(V, 3), hint_ids.expand(V, 3)
+    losses = gpt(ids, targets, "none", hints)
+    assert losses.neg().exp().sum(dim=0).tolist() == pytest.approx([1, 1, 1], abs=1e-5)
+    boosts = BOOST * (every == hint) * (hint_ids.T >= 0)
+    torch.testing.assert_close(losses.T, -(logits + boosts).log_softmax(dim=1))
+    found = [gpt(inputs, inputs, "none", ids).sum() for ids in (hint_ids, None)]
+    assert abs(found[0] - found[1]) > 0.001
+    gradients = [torch.autograd.grad(loss, gpt.tok_emb.weight)[0] for loss in found]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("stride", ["0", "4"])
+def test_the_score_with_hints_is_that_of_a_plain_version(knobs, stride):
+    gpt = random_model(train_record, {**knobs, **read(TILT), "EVAL_STRIDE": stride})
+    tokens = repetitive_tokens([50, 78])
+    losses = train_record.final_losses(gpt, SimpleNamespace(hp=gpt.hp, tokens=tokens), ALONE)
+    ids = tokens.tolist()
+    hints = count_hints(ids[:-1], ids[1:], 2, 0.6)
+    assert 20 < sum(hint >= 0 for hint in hints) < len(hints)
+    expected, step = [], int(stride) or T
+    for start in range(0, len(ids) - T, step):
+        logits = gpt.logits(tokens[None, start : start + T].long())
+        for i in range(len(expected) - start, T):
+            if hints[start + i] >= 0:
+                logits[i, hints[start + i]] += BOOST
+            expected.append(-logits[i].log_softmax(0)[ids[start + i + 1]].item())
+    assert losses.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_adapters_learn_from_losses_without_hints(knobs):
+    """And hints count what is decoded before, one document after the other."""
+    lengths, decoded = [30, 20, 40, 25, 10], [2, 0, 3, 1, 4]  # 2, 0 | 3, 1 | 4: longest first
+    tokens = repetitive_tokens(lengths)
+    both = {**knobs, **read(f"{WITH_LORA} {TILT}")}
+    models = [random_model(train_record, {**both, "TILT_BOOST": boost}) for boost in ("0", "1.5")]
+    plain, tilted = (
+        train_record.final_losses(gpt, SimpleNamespace(hp=gpt.hp, tokens=tokens), ALONE)
+        for gpt in models
+    )
+    bounds = [sum(lengths[:i]) for i in range(6)]
+    places = [place for i in decoded for place in range(bounds[i], bounds[i + 1])]
+    inputs, targets = tokens[places].tolist(), tokens[[place + 1 for place in places]].tolist()
+    changes = (tilted - plain)[places].tolist()
+    rows = [*zip(count_hints(inputs, targets, 2, 0.6), targets, changes, strict=True)]
+    assert all(change == 0 for hint, _, change in rows if hint < 0)
+    hits = [change < 0 for hint, target, change in rows if hint == target]
+    misses = [change > 0 for hint, target, change in rows if 0 <= hint != target]
+    assert all(hits) and all(misses) and len(hits) > 5 and len(misses) > 5
+
+
+@pytest.mark.parametrize("order", ["decoding", "stream"])
+def test_a_decoder_can_follow_the_order_of_decoding(knobs, order):
+    """Even with kept adapters and phases. In stream order, a document's hints need one that is
+    decoded after training on it."""
+    settings = read(f"{WITH_LORA} {TILT} LORA_CHUNK=8 TILT_ORDER={order}")
+    gpt = random_model(train_record, {**knobs, **settings})
+    case = referee.Case(train_record, gpt, train_record.Validation(gpt.hp), ALONE, Path(), 128, 6)
+    assert referee.check_order(case)[0] == (order == "decoding")

@@ -1,0 +1,325 @@
+"""train_record.py's runs: every technique acts, none does by default; optimizers, schedules, data,
+averages; resumed runs, two ranks and stages of whole records."""
+
+import functools
+import itertools
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import score
+import torch
+import train_record
+from runs import ALONE, finished, run_here, run_ranks, same_models, scores, send_signals
+from scripts import RECORDS, random_model, read, record_knobs
+from sentencepiece import SentencePieceProcessor
+from texts import TEXTS, write_shard
+from torch import nn
+from torch._dynamo.utils import counters
+
+import train_gpt
+
+pytestmark = pytest.mark.baseline
+from_env = train_record.Hyperparameters.from_env
+TINY = (
+    "ITERATIONS=4 WARMUP_STEPS=0 BATCH_SLOTS=2 TRAIN_BATCH_TOKENS=256 VAL_BATCH_SIZE=320 "
+    "MAX_VAL_TOKENS=320 VAL_LOSS_EVERY=0"
+)
+
+
+@pytest.fixture
+def all_matrices(monkeypatch) -> None:
+    """Quantize them, in small models, too."""
+    for script in (train_gpt, train_record):
+        monkeypatch.setattr(script, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)
+
+
+# ---- Each technique acts -------------------------------------------------------------------------
+# The last knob must act. The knobs before it are those that it needs.
+TRAINING = [
+    "MIN_LR=0.5", "CONTEXT_GROWTH=0.25:0.6", "SHUFFLE=1", "DOCUMENT_MASK=1",
+    "DOCUMENT_MASK=1 WHOLE_DOCUMENTS=1", "RELU_SLOPE=0.5", "ROPE_FRACTION=0.5", "XSA_LAYERS=1",
+    "ATTENTION_GATE_MAX=1", "ATTENTION_GATE_MAX=1 ATTENTION_GATE_SCALE=0.5", "DEPTH_SCALE=1",
+    "SKIP_GATES=1", "SMEAR_CHANNELS=12", "PARALLEL_LAYERS=1", "PARALLEL_LAYERS=1 TWO_LANES=1",
+    "LOOP_LAYERS=1", "LOOP_LAYERS=1 LOOP_FIRST=0", "LOOP_LAYERS=1 LOOP_TIMES=2",
+    "LOOP_LAYERS=1 LOOP_FROM=0.7", "MUON_EQUAL_ROWS=1", "MUON_WEIGHT_DECAY=0.5",
+    "EMBED_WEIGHT_DECAY=0.5", "ADAM_WEIGHT_DECAY=0.5", "EMA_DECAY=0.5",
+]  # fmt: skip
+EXPORT = [
+    "SCALE_FLOOR=0", "SCALE_FLOOR=0 MATRIX_LEVELS=31", "SCALE_FLOOR=0 EMBED_LEVELS=31",
+    "SD_CLIP_EMBEDDING=3", "SD_CLIP_ATTENTION=3", "SD_CLIP_MLP=3", "GPTQ_BATCHES=1",
+    "MATRIX_LEVELS=31 GPTQ_BATCHES=1 AWQ_COLUMNS=8", "RANS=1",
+]  # fmt: skip
+LORA = "LORA_RANK=2 LORA_CHUNK=16 LORA_DOCUMENTS=1"
+PHASES = f"{LORA} LORA_PHASES=1 LORA_PHASE_DOCUMENTS=1"
+TILT = "TILT_BOOST=2 TILT_TOKENS=2"
+SCORING = [
+    "LORA_RANK=2", f"{LORA} LORA_LR=0.01", f"{LORA} LORA_WEIGHT_DECAY=50", f"{LORA} LORA_SKIP=proj",
+    f"{LORA} LORA_CONTEXT=48", f"{LORA} LORA_CHUNK=8", f"{LORA} LORA_SHORT_CHUNKS=1",
+    f"{LORA} LORA_KEEP=1", f"{LORA} LORA_KEEP=1 LORA_DOCUMENTS=2",
+    f"{LORA} LORA_PHASE_DOCUMENTS=1 LORA_PHASES=1", f"{PHASES} LORA_PHASE_DOCUMENTS=2",
+    f"{PHASES} LORA_PHASE_LR=0.1", "TILT_TOKENS=2 TILT_BOOST=2", f"{TILT} TILT_TOKENS=1",
+    f"{TILT} TILT_SHARE=0.3", f"{LORA} {TILT} TILT_ORDER=stream",
+]  # fmt: skip
+
+
+def test_each_knob_of_train_record_is_shown_to_act():
+    """OPTIMIZE_DDP changes only what is compiled."""
+    knobs = [{field.name for field in fields(s.Hyperparameters)} for s in (train_gpt, train_record)]
+    acts = {words.split()[-1].split("=")[0].lower() for words in TRAINING + EXPORT + SCORING}
+    assert acts | {"optimize_ddp"} == knobs[1] - knobs[0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, knobs, tokenizer) -> Callable[..., tuple[Path, float]]:
+    """Run the script with these knobs on short documents, or score with them; each run once.
+    Returns its folder and score."""
+    data = tmp_path_factory.mktemp("short")
+    sp = SentencePieceProcessor(model_file=str(tokenizer))
+    documents = [[1, *sp.encode(text[start : start + 100])] for text in TEXTS for start in (0, 200)]
+    write_shard(data / "fineweb_val_0.bin", sum(documents[:8], []))
+    write_shard(data / "fineweb_train_0.bin", sum(documents[8:], []))
+
+    @functools.cache
+    def run(words: str, script=train_record, *arguments: str) -> tuple[Path, float]:
+        folder = tmp_path_factory.mktemp("run")
+        settings = "ITERATIONS=3 MATRIX_LR=0.4 SCALAR_LR=0.4 MAX_VAL_TOKENS=192 VAL_BATCH_SIZE=192"
+        environ = {**knobs, "DATA_PATH": str(data), **read(f"{TINY} {settings} {words}")}
+        result = run_here(folder, environ, script, arguments)
+        assert "WARNING" not in result.stdout
+        return folder, scores(finished(result)[-1])[0]
+
+    return run
+
+
+@pytest.mark.parametrize("words", TRAINING + EXPORT + SCORING)
+def test_a_technique_acts(run, words, all_matrices, monkeypatch):
+    """A technique that does nothing gives the score of the same run without it."""
+    monkeypatch.setattr(score, "load_script", lambda path: train_record)
+    base, _ = run("CHECKPOINT_EVERY=3")
+    start, *arguments = "", train_record
+    if words in EXPORT:
+        start = f"RESUME={base}/checkpoints/test.pt"  # a finished run: exports again
+    elif words in SCORING:
+        arguments = score, str(base / "final_model.int8.ptz")
+    needed, _, knob = words.rpartition(" ")
+    folder, with_it = run(f"{start} {needed} {knob}", *arguments)
+    plain_folder, without = run(f"{start} {needed}", *arguments)
+    if knob == "RANS=1":
+        assert with_it == without  # it loses nothing
+    else:
+        assert abs(with_it - without) > 1e-5  # more than rounding
+    if words not in SCORING:
+        weights, artifacts = (
+            [(path / name).read_bytes() for path in (folder, plain_folder)]
+            for name in ("final_model.pt", "final_model.int8.ptz")
+        )
+        assert (weights[0] == weights[1]) == (words in EXPORT) and artifacts[0] != artifacts[1]
+
+
+EDGES = "TIE_EMBEDDINGS=0 GRAD_CLIP_NORM=0.1 WARMDOWN_FRAC=0.5 EVAL_STRIDE=16 DTYPE=bf16 SEED=3"
+
+
+@pytest.mark.parametrize("words", ["", EDGES])
+def test_without_techniques_a_run_has_the_bits_of_train_gpt(tmp_path, knobs, words, all_matrices):
+    environ = {**knobs, **read(f"{TINY} WARMUP_STEPS=2 VAL_LOSS_EVERY=2 {words}")}
+    lines = []
+    for script in (train_gpt, train_record):
+        log = finished(run_here(tmp_path / script.__name__, environ, script))
+        lines.append([re.sub(r"\S*_(time|avg):\S+", "", line) for line in log if "_loss:" in line])
+    assert lines[0] == lines[1] and len(lines[0]) == 9
+    assert same_models(tmp_path / "train_gpt", tmp_path / "train_record")
+
+
+# ---- Optimizers, schedules, data, averages -------------------------------------------------------
+def test_weight_decay_shrinks_each_group_by_its_own_rate():
+    decays = "EMBED_WEIGHT_DECAY=0.2 MUON_WEIGHT_DECAY=0.1 ADAM_WEIGHT_DECAY=0.5 MODEL_DIM=32"
+    rates = "TIED_EMBED_LR=0.3 MATRIX_LR=0.4 SCALAR_LR=0.5"
+    gpt = random_model(train_record, read(f"{decays} {rates}"))
+    before = {param: param.detach().clone() for param in gpt.parameters()}
+    for param in before:
+        param.grad = torch.zeros_like(param)
+    for optimizer in train_record.build_optimizers(gpt):
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["weight_decay"] = 9.0  # a resumed run takes it from its knobs
+        train_record.load_optimizer(optimizer, saved, False)
+        optimizer.step()
+    factors = {"embed": 1 - 0.3 * 0.2, "matrix": 1 - 0.4 * 0.1, "scalar": 1 - 0.5 * 0.5}
+    for name, params in train_record.parameter_groups(gpt, gpt.hp).items():
+        for param in params:
+            torch.testing.assert_close(param.detach(), factors[name] * before[param])
+
+
+def test_muon_scales_the_rows_in_fp32():
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.zeros(8, 64))
+    param.grad = torch.randn(8, 64) * torch.logspace(-3, 3, 8)[:, None]
+    muon = train_record.Muon([param], lr=1.0, momentum=0.9, backend_steps=5, equal_rows=True)
+    inputs = []
+    muon.newton_schulz = lambda stack, steps: inputs.append(stack) or stack
+    muon.step()
+    rows = param.grad / param.grad.norm(dim=1, keepdim=True)
+    assert inputs[0].dtype == torch.bfloat16
+    assert torch.equal(inputs[0][0], rows.bfloat16())
+    late = param.grad.bfloat16()  # dividing after the cast rounds twice
+    assert not torch.equal(inputs[0][0], late / late.norm(dim=1, keepdim=True))
+    assert torch.equal(param.detach(), -rows.bfloat16().float())
+
+
+def test_the_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path):
+    write_shard(tmp_path / "fineweb_train_0.bin", range(50))  # six sequences of eight and a target
+    write_shard(tmp_path / "fineweb_train_1.bin", range(100, 105))  # too short for one
+    write_shard(tmp_path / "fineweb_train_2.bin", range(200, 281))  # ten
+    hp = from_env({"SHUFFLE": "1", "DATA_PATH": str(tmp_path)})
+
+    def steps(world_size: int, seed: int) -> list[list[int]]:
+        """The first tokens of each step's sequences: two epochs of two steps of four slots."""
+        ranks = range(world_size)
+        loaders = [train_record.open_loader(hp, rank, world_size, "cpu", seed) for rank in ranks]
+        result = []
+        for _ in range(4):
+            turns = 4 // world_size * loaders
+            batches = [loader.next_batch(64, 8, 4 // world_size) for loader in turns]
+            for inputs, targets in batches:
+                assert torch.equal(targets, inputs + 1)
+                assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
+            result.append([int(row[0]) for inputs, _ in batches for row in inputs])
+        return result
+
+    first, second, third, fourth = steps(1, seed=1)
+    starts = [*range(0, 48, 8), *range(200, 280, 8)]
+    assert sorted(first + second) == sorted(third + fourth) == starts
+    assert starts != first + second != third + fourth
+    with pytest.raises(train_record.InputError, match="no train shard has 99 tokens"):
+        train_record.open_loader(hp, 0, 1, "cpu").next_batch(99, 99, 1)
+    assert steps(2, seed=1) == steps(4, seed=1) == [first, second, third, fourth]
+    assert steps(1, seed=2)[0] != first
+
+
+def test_the_average_counts_each_step_by_its_age(knobs):
+    state = train_record.new_state(from_env({**knobs, "EMA_DECAY": "0.5"}), ALONE)
+    for state.step, value in enumerate((7.0, 3.0, 1.0), start=1):
+        nn.init.constant_(state.gpt.tok_emb.weight, value)
+        state.update_ema()
+    average = state.ema["tok_emb.weight"].unique().tolist()
+    assert average == pytest.approx([(7 / 4 + 3 / 2 + 1) / (1 / 4 + 1 / 2 + 1)])
+
+
+def test_loops_begin_and_learning_rates_end_at_their_fractions_of_the_run(
+    tmp_path, knobs, monkeypatch
+):
+    """The warm-up takes steps with loops, at the full rates."""
+    found = []  # number of layers and learning-rate multiplier, in each step
+
+    def train_step(state, train_step=train_record.train_step):
+        group = state.optimizers[0].param_groups[0]
+        found.append((len(state.gpt.order), round(group["lr"] / group["base_lr"], 6)))
+        return train_step(state)
+
+    monkeypatch.setattr(train_record, "train_step", train_step)
+    loops = "ITERATIONS=6 WARMUP_STEPS=4 LOOP_LAYERS=2 LOOP_FROM=0.5 LOOP_TIMES=2"
+    environ = {**knobs, **read(f"{TINY} {loops} WARMDOWN_ITERS=4 MIN_LR=0.6")}
+    finished(run_here(tmp_path, environ, train_record))
+    numbers, factors = zip(*found, strict=True)
+    assert numbers == (3, 3, 7, 7, 3, 3, 3, 7, 7, 7)
+    assert factors == (1, 1, 1, 1, 1, 1, 1, 0.75, 0.6, 0.6)
+
+
+@pytest.mark.parametrize("whole", ["0", "1"])
+def test_the_context_grows_during_the_run(tmp_path, knobs, whole, monkeypatch):
+    """Each step reads the same tokens: the first has the loss of a run with the first length.
+    Validation and calibration see whole sequences."""
+    seen = {True: [], False: []}  # width of a row and longest document, by training
+
+    def find_documents(ids, longest, is_flash, find_documents=train_record.find_documents):
+        seen[torch.is_grad_enabled()].append((ids.size(1), longest))
+        return find_documents(ids, longest, is_flash)
+
+    monkeypatch.setattr(train_record, "find_documents", find_documents)
+    settings = f"{TINY} ITERATIONS=5 WARMUP_STEPS=4 VAL_LOSS_EVERY=5 GPTQ_BATCHES=1 DOCUMENT_MASK=1"
+    environ = {**knobs, **read(f"{settings} WHOLE_DOCUMENTS={whole}")}
+    losses = []
+    for changes in ("TRAIN_SEQ_LEN=8 ITERATIONS=1", "CONTEXT_GROWTH=0.25:0.3,0.5:0.6"):
+        seen |= {True: [], False: []}
+        log = "\n".join(finished(run_here(tmp_path, {**environ, **read(changes)}, train_record)))
+        losses += re.findall(r"step:1/.*train_loss:(\S+)", log)
+    assert losses[0] == losses[1] and len(losses) == 2
+    lengths = [8, 16, 32, 32, 8, 8, 16, 32, 32]  # the warm-up is at 0, 1/3, 2/3 and 1
+    assert seen[True] == [(128 if whole == "1" else n, n) for n in lengths for _ in range(2)]
+    assert {*seen[False]} == {(32, 32)}
+
+
+# ---- Whole records -------------------------------------------------------------------------------
+@pytest.mark.records
+def test_each_stage_of_a_run_is_compiled_in_the_warm_up(tmp_path, knobs, monkeypatch):
+    stages, graphs = [], []
+
+    def train_step(state, train_step=train_record.train_step):
+        stages.append((len(state.gpt.order), state.gpt.context))
+        loss = train_step(state)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return loss
+
+    monkeypatch.setattr(train_record, "train_step", train_step)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    settings = f"{TINY} COMPILE=1 WARMUP_STEPS=20 ITERATIONS=20 LOOP_LAYERS=2 DOCUMENT_MASK=1"
+    settings += " WHOLE_DOCUMENTS=1 CONTEXT_GROWTH=0.25:0.2,0.5:0.7 OPTIMIZE_DDP=0"
+    with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8):
+        finished(run_here(tmp_path, {**knobs, **read(settings)}, train_record))
+        assert not torch._dynamo.config.optimize_ddp
+    run = [stage for stage, _ in itertools.groupby(stages[20:])]
+    assert run == [(3, 8), (3, 16), (5, 16), (5, 32)]
+    assert run == [stage for stage, _ in itertools.groupby(stages[:20])]
+    assert graphs[19:] == 21 * [graphs[19]]
+
+
+def train_losses(lines: list[str]) -> list[float]:
+    return [float(loss) for loss in re.findall(r"train_loss:(\S+)", "\n".join(lines))]
+
+
+def be_a_record() -> None:
+    """Run train_record.py, and quantize all matrices."""
+    train_record.INT8_KEEP_FLOAT_MAX_NUMEL = 500
+    train_gpt.main = train_record.main
+
+
+# record2135, and what it lacks of record2014.
+ALL = "CONTEXT_GROWTH=0.25:0.25,0.5:0.7 AWQ_COLUMNS=8"
+LARGER = "ITERATIONS=6 BATCH_SLOTS=8 TRAIN_BATCH_TOKENS=512 MODEL_DIM=272 MAX_VAL_TOKENS=0"
+CASES = [("record2135", f"{TINY} {ALL}")]
+CASES += [pytest.param(preset, LARGER, marks=pytest.mark.records) for preset in RECORDS]
+
+
+@pytest.mark.parametrize("preset, changes", CASES)
+def test_a_record_resumes_and_runs_on_two_ranks(
+    tmp_path, knobs, preset, changes, all_matrices, monkeypatch
+):
+    """Its warm-up leaves the state as it was, and score.py finds its score."""
+    environ = {**record_knobs(preset, knobs), **read(changes), "WARMUP_STEPS": "3"}
+    whole, rest, ranks = (tmp_path / name for name in ("whole", "rest", "ranks"))
+
+    def warm_up(state, warm_up=train_record.warm_up) -> None:
+        before = train_record.serialize(state.state_dict())
+        warm_up(state)
+        assert train_record.serialize(state.state_dict()) == before
+
+    with monkeypatch.context() as checking:
+        checking.setattr(train_record, "warm_up", warm_up)
+        lines = finished(run_here(whole, environ, train_record))
+    log = "\n".join(lines)
+    assert "WARNING" not in log and "gptq_time:" in log
+    with monkeypatch.context() as stopping:
+        send_signals(stopping, 3, signal.SIGTERM, script=train_record)
+        assert run_here(rest, environ, train_record).returncode == 143
+    finished(run_here(rest, {**environ, "RESUME": "auto"}, train_record))
+    assert same_models(whole, rest)
+    arguments = [str(whole / "final_model.int8.ptz"), "--script", train_record.__file__]
+    scored = finished(run_here(whole, environ, score, arguments))
+    assert scores(scored[-1]) == scores(lines[-1])
+    first, second = run_ranks(ranks, environ, 2, edit=be_a_record)
+    two = finished(first)
+    assert train_losses(two) == pytest.approx(train_losses(lines), abs=2e-3)
+    assert "replicas:identical" in two and second.returncode == 0
