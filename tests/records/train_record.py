@@ -2204,7 +2204,7 @@ def log_warnings(validation: Validation, runtime: Runtime) -> None:
         for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
             runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
     if not validation.is_tokenizer_right:
-        runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
+        runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
     if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
         runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
 
