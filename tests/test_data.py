@@ -49,7 +49,7 @@ def test_a_wrong_header_or_size_names_the_file(tmp_path, size, header):
 @pytest.mark.parametrize("sizes", [[], [0]])
 def test_without_any_token_the_error_says_how_to_get_shards(tmp_path, sizes):
     pattern = write_counting_shards(tmp_path, sizes)
-    words = rf"(?s)no tokens in {re.escape(pattern)}.*cached_challenge_fineweb.py.*PRESET=demo.*records/README"
+    words = rf"(?s)no tokens in {re.escape(pattern)}.*cached_challenge.*PRESET=demo.*records/README"
     with pytest.raises(InputError, match=words):
         TokenStream(pattern)
 
