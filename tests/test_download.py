@@ -19,7 +19,7 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 import cached_challenge_fineweb  # noqa: E402
 import check_dataset  # noqa: E402
 import demo_corpus  # noqa: E402
-import download_hf_docs_and_tokenize  # noqa: E402
+import download_hf_docs_and_tokenize as rebuild  # noqa: E402
 from texts import write_documents, write_shard  # noqa: E402
 
 PREFIX = "/datasets/willdepueoai/parameter-golf/resolve/main/datasets/"
@@ -35,11 +35,10 @@ def repository(tmp_path_factory, tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     write_documents(folder / DOCS, [chr(0x4E00 + number) * 100 for number in range(13)])
     (folder / SIDECAR).write_text('{"docs_val": 4}')
-    config = folder / "specs.json"
-    config.write_text('[{"vocab_size": 1024}, {"kind": "byte"}]')
-    arguments = f"--output-root {folder} --tokenizer-config {config} --docs {folder / DOCS} "
-    arguments += f"--reuse-sp-model 1024={tokenizer} --chunk-tokens 1000"
-    download_hf_docs_and_tokenize.main(arguments.split())
+    (folder / "specs.json").write_text('[{"vocab_size": 1024}, {"kind": "byte"}]')
+    arguments = f"--output-root {folder} --tokenizer-config {folder}/specs.json --chunk-tokens 1000"
+    arguments += f" --docs {folder / DOCS} --reuse-sp-model 1024={tokenizer}"
+    rebuild.main(arguments.split())
     return folder
 
 
@@ -72,17 +71,16 @@ def hub(repository, tmp_path, monkeypatch):
     """A server for the client in this process, with an empty cache. The file `stalls` hangs."""
     folder = shutil.copytree(repository, f"{tmp_path}/hub{PREFIX}")
     handler = functools.partial(Handler, directory=tmp_path / "hub")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    server.folder, server.loaded, server.root = Path(folder), [], tmp_path / "data"
-    server.stalls, server.stalled = "", threading.Event()
-    place = {"endpoint": server.url, "cache_dir": tmp_path / "cache"}
-    client = functools.partial(huggingface_hub.hf_hub_download, **place)
-    monkeypatch.setattr(cached_challenge_fineweb, "hf_hub_download", client)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        server.folder, server.loaded, server.root = Path(folder), [], tmp_path / "data"
+        server.stalls, server.stalled = "", threading.Event()
+        place = {"endpoint": server.url, "cache_dir": tmp_path / "cache"}
+        client = functools.partial(huggingface_hub.hf_hub_download, **place)
+        monkeypatch.setattr(cached_challenge_fineweb, "hf_hub_download", client)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def download(root, train_shards=None, variant="sp1024", skip_manifest=False, docs=False) -> str:
@@ -120,8 +118,7 @@ def test_a_run_downloads_what_is_missing(hub):
     with open(hub.root / VAL[0], "r+b") as file:
         file.truncate(1500)  # in the cache, too
     hub.loaded.clear()
-    summary = download(hub.root)  # the default, 80, takes all of them
-    assert summary == f"{hub.root}: 3 files downloaded, 4 were there"
+    assert download(hub.root) == f"{hub.root}: 3 files downloaded, 4 were there"  # 80 or all
     assert_present(hub, *names, *TRAIN[1:])
     assert all((hub.root / name).stat().st_nlink == 2 for name in names)  # one is in the cache
     assert sorted(hub.loaded) == [*TRAIN[1:], VAL[0]]
@@ -156,7 +153,7 @@ def test_byte_shards_and_documents(hub, monkeypatch):
 def test_the_hubs_documents_give_its_shards(hub, tokenizer):
     arguments = f"--output-root {hub.root} --remote-root /datasets/ --chunk-tokens 1000 "
     arguments += f"--vocab-size 1024 --reuse-sp-model 1024={tokenizer}"
-    download_hf_docs_and_tokenize.main(arguments.split())
+    rebuild.main(arguments.split())
     for name in TRAIN + VAL:
         assert (hub.root / name).read_bytes() == (hub.folder / name).read_bytes()
     source = json.loads((hub.root / "manifest.json").read_text())["docs_meta"]
@@ -226,9 +223,7 @@ def test_an_error_is_one_line(hub, tmp_path):
     assert errors == "No module named x: pip install -r data/requirements.txt\n"
 
 
-@pytest.mark.parametrize(
-    "program", [check_dataset, demo_corpus, download_hf_docs_and_tokenize, cached_challenge_fineweb]
-)
+@pytest.mark.parametrize("program", [check_dataset, demo_corpus, rebuild, cached_challenge_fineweb])
 def test_help_needs_no_docstrings_and_no_stdout(monkeypatch, program):
     """PYTHONOPTIMIZE=2 removes docstrings; stdout may be closed."""
     monkeypatch.setattr(program, "__doc__", None)

@@ -93,8 +93,9 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
     assert pieces((tmp_path / "out/tokenizers/mine.model").read_bytes()) == first
     vocab = (tmp_path / "out/tokenizers/mine.vocab").read_text().splitlines()
     assert [line.split("\t")[0] for line in vocab] == first and vocab[0] == "<pad>\t0"
-    used = sum(len(sentence.encode()) <= 4192 for sentence in sentences)
-    report = f"sp_bpe_384: 384 pieces, trained on {used} of {len(sentences)} documents ("
+    used = [sentence for sentence in sentences if len(sentence.encode()) <= 4192]
+    share = 100 * len("".join(used).encode()) / len("".join(sentences).encode())
+    report = f"384 pieces, trained on {len(used)} of {len(sentences)} documents ({share:.1f} % of"
     assert report in capsys.readouterr().out
 
 
@@ -181,8 +182,7 @@ def test_your_own_text(tmp_path, capsys):
     sys.stdout.reconfigure(encoding="ascii")
     (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
     out = tmp_path / "my \xe4"
-    own = ["--docs", f"{tmp_path}/my.txt", "--vocab-size", "60000"]
-    rebuild.main([*own, "--output-root", str(out)])
+    rebuild.main(["--docs", f"{tmp_path}/my.txt", "--vocab-size=60000", f"--output-root={out}"])
     num_docs = len(list(rebuild.read_documents(tmp_path / "my.txt")))
     assert json.loads((out / "manifest.json").read_text())["num_val_docs"] == num_docs // 20 > 1
     size = len(pieces((out / "tokenizers/fineweb_60000_bpe.model").read_bytes()))
@@ -237,16 +237,15 @@ def test_documents_of_plain_text_and_json_lines(tmp_path):
     """Text is cut at the first blank line after 2,000 bytes, of which CR are none. JSON lines may
     have any name."""
     a, b, c, d, e = ("\u00e9\n" + f"{letter}\n" * 350 for letter in "abcde")
-    text = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"])
+    text, path = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"]), tmp_path / "my.txt"
     for ends in ("\n", "\r\n"):
-        (tmp_path / "my.txt").write_bytes(text.replace("\n", ends).encode())
-        documents = rebuild.read_documents(tmp_path / "my.txt")
-        documents = [re.sub("\n+", "\n", text) for text in documents]
+        path.write_bytes(text.replace("\n", ends).encode())
+        documents = [re.sub("\n+", "\n", text) for text in rebuild.read_documents(path)]
         assert documents == [f"{a}{b}{c}".strip(), f"{d}{e}".strip()]
-    (tmp_path / "my.txt").write_text('\n{"id": 1, "text": "a \\ud800"}\n\n{"text": "b"}\n')
-    assert list(rebuild.read_documents(tmp_path / "my.txt")) == ["a ?", "b"]
-    (tmp_path / "my.txt").write_text('{"so": he said}\n\nand so on')
-    assert list(rebuild.read_documents(tmp_path / "my.txt")) == ['{"so": he said}\n\nand so on']
+    path.write_text('\n{"id": 1, "text": "a \\ud800"}\n\n{"text": "b"}\n')
+    assert list(rebuild.read_documents(path)) == ["a ?", "b"]
+    path.write_text('{"so": he said}\n\nand so on')
+    assert list(rebuild.read_documents(path)) == ['{"so": he said}\n\nand so on']
 
 
 def rebuilt(folder, *args, docs=()) -> tuple[list[str], dict]:
@@ -314,10 +313,8 @@ def test_bad_documents_are_named(tmp_path):
         assert re.search(rf"/{name}:? .*{words}", failure(tmp_path, docs=[tmp_path / name]))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.md").write_text("a")
-    empty = failure(tmp_path, docs=[tmp_path / "folder"])
-    assert empty.startswith(f"error: {tmp_path}/folder has no .txt or .jsonl files: ")
-    missing = failure(tmp_path, docs=[tmp_path / "a.txt", tmp_path / "b.txt"])
-    assert missing == f"error: {tmp_path}/b.txt does not exist: correct --docs"
+    assert "folder has no .txt or .jsonl" in failure(tmp_path, docs=[tmp_path / "folder"])
+    assert "b.txt does not" in failure(tmp_path, docs=[tmp_path / "a.txt", tmp_path / "b.txt"])
 
 
 def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):
