@@ -164,8 +164,9 @@ def test_a_run_is_the_plain_training(tmp_path, knobs, tied, layers, kv_heads):
 
 
 def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
-    """Of the loss, then of one of Adam's gradients, which would spoil Muon's by clipping. The ranks run the script as a file, and loss and gradients are local to train_step. So the
-    test edits its text."""
+    """Of the loss, then of one of Adam's gradients, which would spoil Muon's by clipping. The ranks
+    run the script as a file, and loss and gradients are local to train_step. So the test edits its
+    text."""
     text = SCRIPT.read_text(encoding="utf-8")
     infinite = "(math.inf if state.step == 3 and state.runtime.rank == 1 else 1)"
     norm = "nn.utils.get_total_norm([p.grad for p in state.gpt.parameters()])"
