@@ -539,9 +539,9 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentu
 SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1, tokens, zeros
 WAYS_TO_DATA = """\
   get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
-  (for a record:   see tests/records/README.md)
   or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
-  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata"""
+  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata
+  for a record:    see tests/records/README.md"""
 
 
 def load_data_shard(path: str | Path) -> Tensor:

@@ -51,6 +51,7 @@ def test_without_any_token_the_error_says_how_to_get_shards(tmp_path, sizes):
     with pytest.raises(InputError, match="cached_challenge_fineweb.py.*\n.*PRESET=demo") as caught:
         TokenStream(pattern)
     assert f"no tokens in {pattern}" in str(caught.value)
+    assert "tests/records/README.md" in str(caught.value)
 
 
 def test_a_token_outside_the_vocabulary_names_its_shard(tmp_path):

@@ -95,7 +95,7 @@ def run(tmp_path_factory, knobs, tokenizer) -> Callable[..., tuple[Path, float]]
     return run
 
 
-@pytest.mark.parametrize("words", TRAINING + EXPORT + SCORING)
+@pytest.mark.parametrize("words", TRAINING + EXPORT + SCORING, ids=lambda words: words.split()[-1])
 def test_a_technique_acts(run, words, all_matrices, monkeypatch):
     """A technique that does nothing gives the score of the same run without it."""
     monkeypatch.setattr(score, "load_script", lambda path: train_record)
@@ -113,11 +113,9 @@ def test_a_technique_acts(run, words, all_matrices, monkeypatch):
     else:
         assert abs(with_it - without) > 1e-5  # more than rounding
     if words not in SCORING:
-        weights, artifacts = (
-            [(path / name).read_bytes() for path in (folder, plain_folder)]
-            for name in ("final_model.pt", "final_model.int8.ptz")
-        )
-        assert (weights[0] == weights[1]) == (words in EXPORT) and artifacts[0] != artifacts[1]
+        weights = [(path / "final_model.pt").read_bytes() for path in (folder, plain_folder)]
+        assert (weights[0] == weights[1]) == (words in EXPORT)
+        assert not same_models(folder, plain_folder)
 
 
 EDGES = "TIE_EMBEDDINGS=0 GRAD_CLIP_NORM=0.1 WARMDOWN_FRAC=0.5 EVAL_STRIDE=16 DTYPE=bf16 SEED=3"
@@ -276,10 +274,6 @@ def test_each_stage_of_a_run_is_compiled_in_the_warm_up(tmp_path, knobs, monkeyp
     assert graphs[19:] == 21 * [graphs[19]]
 
 
-def train_losses(lines: list[str]) -> list[float]:
-    return [float(loss) for loss in re.findall(r"train_loss:(\S+)", "\n".join(lines))]
-
-
 def be_a_record() -> None:
     """Run train_record.py, and quantize all matrices."""
     train_record.INT8_KEEP_FLOAT_MAX_NUMEL = 500
@@ -288,7 +282,7 @@ def be_a_record() -> None:
 
 # record2135, and what it lacks of record2014.
 ALL = "CONTEXT_GROWTH=0.25:0.25,0.5:0.7 AWQ_COLUMNS=8"
-LARGER = "ITERATIONS=6 BATCH_SLOTS=8 TRAIN_BATCH_TOKENS=512 MODEL_DIM=272 MAX_VAL_TOKENS=0"
+LARGER = "ITERATIONS=6 BATCH_SLOTS=8 TRAIN_BATCH_TOKENS=512 MODEL_DIM=144 MAX_VAL_TOKENS=640"
 CASES = [("record2135", f"{TINY} {ALL}")]
 CASES += [pytest.param(preset, LARGER, marks=pytest.mark.records) for preset in RECORDS]
 
@@ -309,8 +303,7 @@ def test_a_record_resumes_and_runs_on_two_ranks(
     with monkeypatch.context() as checking:
         checking.setattr(train_record, "warm_up", warm_up)
         lines = finished(run_here(whole, environ, train_record))
-    log = "\n".join(lines)
-    assert "WARNING" not in log and "gptq_time:" in log
+    assert not [line for line in lines if line.startswith("WARNING")]
     with monkeypatch.context() as stopping:
         send_signals(stopping, 3, signal.SIGTERM, script=train_record)
         assert run_here(rest, environ, train_record).returncode == 143
@@ -320,6 +313,6 @@ def test_a_record_resumes_and_runs_on_two_ranks(
     scored = finished(run_here(whole, environ, score, arguments))
     assert scores(scored[-1]) == scores(lines[-1])
     first, second = run_ranks(ranks, environ, 2, edit=be_a_record)
-    two = finished(first)
-    assert train_losses(two) == pytest.approx(train_losses(lines), abs=2e-3)
-    assert "replicas:identical" in two and second.returncode == 0
+    two, one = (re.findall(r"_loss:(\S+)", "\n".join(log)) for log in (finished(first), lines))
+    assert [*map(float, two)] == pytest.approx([*map(float, one)], abs=2e-3)
+    assert "replicas:identical" in first.stdout and second.returncode == 0

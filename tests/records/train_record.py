@@ -877,9 +877,9 @@ def set_stage(gpt: GPT, done: float) -> None:
 SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1, tokens, zeros
 WAYS_TO_DATA = """\
   get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
-  (for a record:   see tests/records/README.md)
   or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
-  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata"""
+  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata
+  for a record:    see tests/records/README.md"""
 
 
 def load_data_shard(path: str | Path) -> Tensor:
@@ -2204,7 +2204,7 @@ def log_warnings(validation: Validation, runtime: Runtime) -> None:
         for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
             runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
     if not validation.is_tokenizer_right:
-        runtime.log("WARNING: val_bpb is wrong: set TOKENIZER_PATH to the shards' tokenizer")
+        runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
     if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
         runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
 

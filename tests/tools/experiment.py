@@ -30,12 +30,11 @@ from statistics import fmean
 import anytime
 import torch
 from jobs import Machine, Run, Side, show, train
-from trained import OWN, SCRIPT, load_script, printable
+from trained import OWN, RECORD, SCRIPT, load_script, printable
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
 SET_PER_RUN = ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME")
-RECORD = "tests/records/train_record.py"  # has all knobs of SCRIPT, and more
 
 
 # ---- the two sides -------------------------------------------------------------------------------
@@ -67,10 +66,10 @@ def check_knobs(names: list[str], known: list[str]) -> None:
     for name in set(names) - set(known):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         advice = f"did you mean {near[0]}?" if near else "see `train_gpt.py --help`"
-        path = SCRIPT.parent / RECORD
-        record = fields(load_script(path).Hyperparameters) if path.is_file() else ()
+        record = fields(load_script(RECORD).Hyperparameters) if RECORD.is_file() else ()
         if name.lower() in [knob.name for knob in record]:
-            advice = f"it is a knob of {RECORD}: add --script {RECORD}"
+            path = RECORD.relative_to(SCRIPT.parent)
+            advice = f"it is a knob of {path}: add --script {path}"
         raise ValueError(f"{name} is not a knob of the candidate: {advice}")
 
 
