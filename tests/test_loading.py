@@ -20,13 +20,7 @@ import torch
 from runs import ALONE, failed, finished, run_here, run_ranks, scores
 
 import train_gpt
-from train_gpt import (
-    Hyperparameters,
-    InputError,
-    TrainingState,
-    load_checkpoint,
-    load_weights,
-)
+from train_gpt import Hyperparameters, InputError, TrainingState, load_checkpoint, load_weights
 
 ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpoints/test.pt"
 RESULT = "final_result.json"
@@ -38,15 +32,17 @@ def state(quantized_knobs) -> TrainingState:
     return TrainingState(Hyperparameters.from_env(quantized_knobs), ALONE)
 
 
-def resume(state: TrainingState, path: Path, data: bytes) -> None:
+def resume(state: TrainingState, path: Path, data: bytes) -> TrainingState:
     path.write_bytes(data)
     resumed = copy.copy(state)
     resumed.hp = replace(state.hp, resume=str(path))
     load_checkpoint(resumed)
+    return resumed
 
 
-def load_model(state: TrainingState, path: Path, data: bytes) -> None:
+def load_model(state: TrainingState, path: Path, data: bytes) -> TrainingState:
     load_weights(state.gpt, data, str(path))
+    return state
 
 
 ALL = [*((load_model, name) for name in (MODEL, CHECKPOINT, ARTIFACT)), (resume, CHECKPOINT)]
@@ -59,23 +55,19 @@ def test_a_flipped_byte_is_refused_or_changes_nothing(trained, tmp_path, state, 
     meaning."""
     data, path = (trained[0] / name).read_bytes(), tmp_path / "file"
     chance = random.Random(0)
-    load(state, path, data)
-    wanted = state.state_dict()
+    wanted = train_gpt.serialize(load(state, path, data).state_dict())
     refused = 0
     for _ in range(80):
         place = chance.choice([range(len(data)), range(100), range(-100, 0)])
         changed, i = bytearray(data), chance.choice(place)
         changed[i] ^= chance.randrange(1, 256)
         try:
-            load(state, path, bytes(changed))
+            found = load(state, path, bytes(changed)).state_dict()
         except InputError as error:
             assert str(path) in str(error)
             refused += 1
-            continue
-        note = f"byte {i} of {len(data)}"
-        found = state.state_dict()
-        for part in ("model", "optimizers", "stream", "step", "train_ms"):
-            torch.testing.assert_close(found[part], wanted[part], rtol=0, atol=0, msg=note)
+        else:
+            assert train_gpt.serialize(found) == wanted, f"byte {i} of {len(data)}"
     assert refused > 20, refused
 
 
@@ -106,8 +98,6 @@ def test_no_code_is_run_from_a_file(tmp_path, monkeypatch, state, load, save, wr
         load(state, tmp_path / "hostile.pt", wrap(file.getvalue()))
     assert "weights_only" not in str(caught.value)  # torch advises to run the code
     assert not Path("marker").exists()
-    pickle.loads(pickle.dumps(Hostile()))
-    assert Path("marker").exists()  # it would have worked
 
 
 @pytest.mark.parametrize("load, name", ALL)
@@ -125,17 +115,17 @@ def test_what_is_not_a_checkpoint_cannot_be_resumed(trained, tmp_path, state, na
         resume(state, tmp_path / "file", (trained[0] / name).read_bytes())
 
 
-def test_a_codec_that_fails_is_shown_with_the_type_of_its_error(tmp_path, state, monkeypatch):
-    """The file may be damaged, or the player's codec may have a bug."""
-    monkeypatch.setattr(train_gpt, "decompress", lambda data: lzma.decompress(data))  # noqa: F821
-    with pytest.raises(InputError, match="is damaged or not a model file: NameError: .*'lzma'"):
-        load_model(state, tmp_path / "file", b"compressed")
-
-
-def test_a_bug_in_dequantize_is_not_called_a_damaged_file(trained, tmp_path, state, monkeypatch):
+def test_a_bug_in_a_codec_is_named_and_one_in_dequantize_keeps_its_traceback(
+    trained, tmp_path, state, monkeypatch
+):
+    """If a codec fails, the file may be damaged, too."""
+    data = (trained[0] / ARTIFACT).read_bytes()
     monkeypatch.setattr(train_gpt, "dequantize_state_dict_int8", lambda obj: obj["x"])
     with pytest.raises(KeyError, match="'x'"):
-        load_model(state, tmp_path / "file", (trained[0] / ARTIFACT).read_bytes())
+        load_model(state, tmp_path / "file", data)
+    monkeypatch.setattr(train_gpt, "decompress", lambda data: lzma.decompress(data))  # noqa: F821
+    with pytest.raises(InputError, match="is damaged or not a model file: NameError: .*'lzma'"):
+        load_model(state, tmp_path / "file", data)
 
 
 # ---- score.py ------------------------------------------------------------------------------------
@@ -148,19 +138,17 @@ def score_knobs(tmp_path, quantized_knobs) -> dict[str, str]:
     return {"DATA_PATH": str(data), "DEVICE": "cpu"}
 
 
-def copy_result(run: Path, folder: Path, knobs: dict | None = None, **changes) -> None:
+def copy_result(run: Path, folder: Path, knobs: dict[str, object], **changes) -> None:
     """Copy the result of a run without checksums, with further knobs and other changes."""
-    result = json.loads((run / RESULT).read_bytes())
-    result.pop("crc32", None)
-    result["knobs"] |= knobs or {}
-    (folder / RESULT).write_text(json.dumps({**result, **changes}))
+    result = {**json.loads((run / RESULT).read_bytes()), "crc32": {}, **changes}
+    result["knobs"] |= knobs
+    (folder / RESULT).write_text(json.dumps(result))
 
 
 def score_file(folder: Path, knobs: dict, path: Path) -> list[str]:
     """Run score.py, which must succeed. Returns its log."""
     result = run_here(folder, knobs, score, [str(path)])
     assert result.returncode == 0, result.stderr
-    assert f"score:{path}" in result.stdout.splitlines()
     return result.stdout.splitlines()
 
 
@@ -170,7 +158,7 @@ def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path,
     lines = score_file(tmp_path, {**score_knobs, **left_over}, trained[0] / ARTIFACT)
     assert lines[-1] == trained[1][-1]
     assert lines[-2].startswith("final_int8_zlib_roundtrip val_loss:")
-    assert not any(line.startswith(("step:", "warmup_step:", "WARNING")) for line in lines)
+    assert not [line for line in lines if line.startswith(("step:", "warmup_step:", "WARNING"))]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "logs"]
 
 
@@ -214,25 +202,21 @@ def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, scor
     weights = torch.load(trained[0] / MODEL, weights_only=True)
     weights["tok_emb.weight"].fill_(torch.nan)
     torch.save(weights, tmp_path / "nan.pt")
-    copy_result(trained[0], tmp_path)
+    copy_result(trained[0], tmp_path, {})
     result = run_here(tmp_path, score_knobs, score, [str(tmp_path / "nan.pt")])
     assert result.returncode == 1 and "\nscore_exact val_loss:nan " in result.stdout
 
 
 @pytest.mark.parametrize(
-    "lacking, facts, words",
+    "lacking, words",
     [
-        (
-            {"ema_decay": 0.5},
-            {},
-            "lacks EMA_DECAY=0.5: use tests/records/train_record.py (--script)",
-        ),
-        ({"own": True}, {}, "lacks OWN=1: use the script of the run (--script)"),
-        ({}, {"bytes_code": 7}, "differs: use the script of the run (--script)"),
+        ({"ema_decay": 0.5}, "EMA_DECAY=0.5: use tests/records/train_record.py (--script)"),
+        ({"own": True}, "OWN=1: use the script of the run (--script)"),
+        ({}, "differs: use the script of the run (--script)"),
     ],
 )
-def test_another_script_is_a_warning(trained, tmp_path, score_knobs, lacking, facts, words):
-    copy_result(trained[0], tmp_path, lacking, **facts)
+def test_another_script_is_a_warning(trained, tmp_path, score_knobs, lacking, words):
+    copy_result(trained[0], tmp_path, lacking, bytes_code=7)
     lines = score_file(tmp_path, score_knobs, Path(shutil.copy(trained[0] / ARTIFACT, tmp_path)))
     (warning,) = [line for line in lines if line.startswith("WARNING")]
     assert words in warning
@@ -253,24 +237,22 @@ def test_a_file_with_the_result_of_another_run_is_refused(trained, tmp_path, sco
     """Its knobs may be wrong, but fit: another ROPE_BASE is another score."""
     path = Path(shutil.copy(trained[0] / name, tmp_path))
     checksums = {ARTIFACT: 1, MODEL: 2, name: zlib.crc32(path.read_bytes())}
-    copy_result(trained[0], tmp_path, crc32=checksums)
+    copy_result(trained[0], tmp_path, {}, crc32=checksums)
     score_file(tmp_path, score_knobs, path)
-    copy_result(trained[0], tmp_path, crc32={**checksums, name: 3})
+    copy_result(trained[0], tmp_path, {}, crc32={**checksums, name: 3})
     result = run_here(tmp_path, score_knobs, score, [str(path)])
     failed(result, f"{name} is damaged, or not of the run of ", 'remove "crc32" from')
 
 
 def test_what_cannot_be_scored_is_one_error(trained, tmp_path, score_knobs, quantized_knobs):
+    def fail(environ: dict[str, str], *words: str) -> None:
+        failed(run_here(tmp_path, environ, score, [str(tmp_path / ARTIFACT)]), *words)
+
     shutil.copy(trained[0] / ARTIFACT, tmp_path)
-    environ = {**quantized_knobs, "NUM_LAYERS": "3"}
-    result = run_here(tmp_path, environ, score, [str(tmp_path / ARTIFACT)])
-    failed(result, f"{RESULT} have no knobs", f"{ARTIFACT} does not fit")
+    other = {**quantized_knobs, "NUM_LAYERS": "3"}
+    fail(other, f"{RESULT} have no knobs", f"{ARTIFACT} does not fit")
     shutil.copy(trained[0] / RESULT, tmp_path)
-    environ = {**score_knobs, "TOKENIZER_PATH": "none.model"}
-    result = run_here(tmp_path, environ, score, [str(tmp_path / ARTIFACT)])
-    failed(result, "TOKENIZER_PATH='none.model' is not a file: start in the folder where the run")
+    other = {**score_knobs, "TOKENIZER_PATH": "none.model"}
+    fail(other, "'none.model' is not a file: start in the folder where the run")
     (tmp_path / RESULT).write_text("{")
-    result = run_here(tmp_path, score_knobs, score, [str(tmp_path / ARTIFACT)])
-    failed(result, f"{RESULT} is damaged")
-    result = run_here(tmp_path, score_knobs, score, [str(tmp_path / "none.pt")])
-    assert result.returncode == 2 and "none.pt' is not a file" in result.stderr
+    fail(score_knobs, f"{RESULT} is damaged")

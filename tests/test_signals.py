@@ -1,19 +1,17 @@
 """Signals: during the training they end the run after the current step, with a checkpoint; before
 and after it, at once. (Signals to one of several ranks, and to torchrun: test_checkpoints.py.)"""
 
-import fcntl
 import json
 import os
-import pty
+import re
 import signal
 import sys
-import termios
 import zlib
 from functools import partial
 
 import pytest
 import torch
-from runs import finished, run_here, run_ranks, send_signals
+from runs import SCRIPT, finished, run_here, run_ranks, send_signals, start_in_terminal
 
 import train_gpt
 from train_gpt import Hyperparameters
@@ -48,10 +46,9 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, knobs, m
     send_signals(monkeypatch, 1, number)
     monkeypatch.setattr(train_gpt, "export", export)
     before = signal.signal(number, signal.SIG_IGN)
-    try:
-        assert finished(run_here(tmp_path, {**knobs, **QUICK}))
-    finally:
-        signal.signal(number, before)
+    result = run_here(tmp_path, {**knobs, **QUICK})
+    signal.signal(number, before)
+    finished(result)
 
 
 def signal_in(name: str) -> None:
@@ -73,12 +70,12 @@ def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs
     (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=partial(signal_in, name))
     assert result.returncode == -signal.SIGTERM and "val_loss:" not in result.stdout
     assert ("stopped: signal:15: not scored" in result.stdout) == (name == "write_file")
-    files = {"final_model.pt", "final_model.int8.ptz", "final_result.json"}
-    assert {path.name for path in tmp_path.iterdir()} == {"logs", *files}
+    files = ("final_model.pt", "final_model.int8.ptz")
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_result.json", *files}
     facts = json.loads((tmp_path / "final_result.json").read_text())
     assert facts["knobs"]["num_layers"] == 1 and "val_loss" not in facts
     gpt = train_gpt.GPT(Hyperparameters.from_env({**knobs, **QUICK}), torch.float32)
-    for file in ("final_model.pt", "final_model.int8.ptz"):
+    for file in files:
         data = (tmp_path / file).read_bytes()
         assert facts["crc32"][file] == zlib.crc32(data)
         train_gpt.load_weights(gpt, data, file)
@@ -93,29 +90,13 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, mo
     assert (result.returncode, result.stderr) == (130, "")
 
 
-def close_the_terminal() -> None:
-    """Run in a terminal, without ranks. It is closed in step 2."""
-    master, slave = pty.openpty()
-    os.setsid()
-    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)  # as a shell does
-    for number in (0, 1, 2):
-        os.dup2(slave, number)
-    os.close(slave)
-    sys.stdout = open(1, "w", closefd=False)
-    del os.environ["RANK"]
-
-    def train_step(state, train_step=train_gpt.train_step):
-        if state.step == 1:
-            os.close(master)
-        return train_step(state)
-
-    train_gpt.train_step = train_step
-
-
 def test_a_closed_terminal_loses_nothing(tmp_path, knobs):
-    environ = {**knobs, **QUICK, "ITERATIONS": "4"}
-    (result,) = run_ranks(tmp_path, environ, 1, edit=close_the_terminal)
-    assert result.returncode == 129
+    environ = {**knobs, **QUICK, "ITERATIONS": "100000"}
+    process, terminal = start_in_terminal(tmp_path, environ, [sys.executable, SCRIPT])
+    with open(terminal, "rb", buffering=0) as lines:
+        while b"step:1/" not in lines.readline():
+            pass
+    assert process.wait(timeout=240) == 129
     last = (tmp_path / "logs" / "test.txt").read_text().splitlines()[-1]
-    assert last == f"stopped: signal:1 step:2/4: {ADVICE}"
+    assert re.fullmatch(rf"stopped: signal:1 step:\d+/100000: {ADVICE}", last)
     assert (tmp_path / "checkpoints" / "test.pt").is_file()

@@ -124,9 +124,7 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
     if unknown or size != facts.get("bytes_code", size):
         is_record = unknown and not unknown_knobs(load_script(RECORD), unknown)
         name = "tests/records/train_record.py" if is_record else "the script of the run"
-        lacks = (
-            f"lacks {' '.join(f'{k}={v}' for k, v in unknown.items())}" if unknown else "differs"
-        )
+        lacks = " ".join(["lacks", *map("=".join, unknown.items())]) if unknown else "differs"
         advice = f"use {name} (--script), or the score may be another"
         runtime.log(f"WARNING: the script is not that of the run: it {lacks}: {advice}")
     return gpt, runtime
