@@ -122,7 +122,7 @@ class Hyperparameters:
     beta2: float = 0.95  # Adam
     adam_eps: float = 1e-8  # Adam
     grad_clip_norm: float = 0.0  # global norm; 0: no clipping
-    # parts of names: of parameters that Adam trains in fp32; of small ones that are saved in fp32
+    # parts of names: parameters that Adam trains in fp32; small tensors that are saved in fp32
     control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
     int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
 
@@ -204,7 +204,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 class CastedLinear(nn.Linear):
-    """Casts its weight for use. All linear layers go through here, but for a tied output."""
+    """Casts its weight for use. All linear layers go through here, except a tied output."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -237,7 +237,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
     if q.device.type == "cuda" and q.dtype != torch.bfloat16:
-        # In fp32, and without bf16 in fp16, only MATH groups queries. It keeps all scores.
+        # Without bf16, only MATH may group queries, and it stores all scores.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
@@ -315,7 +315,7 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.num_encoder_layers = hp.num_layers // 2
         self.tok_emb = nn.Embedding(hp.vocab_size, D)
-        # With L = 1 it gets no gradient, for which DDP would wait: freeze it.
+        # With L = 1 there is no skip, and DDP would wait for its gradient: freeze it.
         skip_weights = torch.ones(self.num_encoder_layers, D)
         self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_encoder_layers > 0)
         self.blocks = nn.ModuleList(Block(hp) for _ in range(hp.num_layers))
@@ -386,7 +386,7 @@ def wrap(gpt: GPT, compiled: bool) -> nn.Module:
 # ---- Optimizers ------------------
 # Optimizer group of each parameter outside the blocks, by name prefix.
 OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not from a checkpoint
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not restored
 
 
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
@@ -661,7 +661,7 @@ class Runtime:
     compiled: bool
     source: bytes = b""  # of this file, when the run began
     log: Log = field(default_factory=Log)
-    started: float = field(default_factory=lambda: time.perf_counter())  # in seconds
+    started: float = field(default_factory=time.perf_counter)  # in seconds
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
@@ -719,9 +719,10 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
     if distributed:
         try:
             store, _, _ = next(dist.rendezvous("env://"))
-        except ValueError as error:
-            raise InputError(f"{error}: use torchrun, or unset RANK and WORLD_SIZE") from None
-        # A restart may find the old store: dead addresses under its prefix, NCCL's error flag.
+        except (ValueError, dist.DistError) as error:
+            problem = str(error).partition("\n")[0]
+            raise InputError(f"{problem}: use torchrun, or unset RANK and WORLD_SIZE") from None
+        # After a restart, the old store may hold dead addresses and NCCL's error flag.
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         # gloo syncs the clock on the CPU, so that the GPU queue never drains.
@@ -787,7 +788,7 @@ class Stopwatch:
 
 # ---- Evaluation ------------------
 # Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
-# context, windows may begin EVAL_STRIDE tokens apart. The first window with a target scores it.
+# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
 def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
     ids = [*range(tokenizer.vocab_size())]
@@ -801,7 +802,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     before, targets = tokens[:-1], tokens[1:]
     total = num_bytes[targets].sum() + (leading_space[targets] & has_text[before]).sum()
     first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
-    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # they stand for a lone space
+    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # a space is these bytes
         is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
         total -= (3 - has_text[before[:-2]][is_space]).sum()
     return int(total)
@@ -814,7 +815,7 @@ def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
     documents = [document[1:2001].tolist() for document in np.split(tokens, starts)[1:101]]
     same = []
     for i, ids in enumerate(documents):
-        if tokenizer.unk_id() not in ids:  # whose text is lost
+        if tokenizer.unk_id() not in ids:  # <unk> lost its text
             is_cut = len(ids) == 2000 or i == len(starts) - 1
             kept = len(ids) // 2 if is_cut else len(ids)  # a cut may change the tokens before it
             same.append(tokenizer.encode(tokenizer.decode(ids))[:kept] == ids[:kept])
@@ -859,8 +860,8 @@ class Validation:
 def evaluate(
     model: nn.Module, tokens: Tensor, stride: int, hp: Hyperparameters, runtime: Runtime
 ) -> Tensor:
-    """Losses of tokens[1:] in nats, fp32 (n,), in windows that begin `stride` apart. Where another
-    rank scores, they are 0. FineWeb's 62 million take 248 MB on each rank."""
+    """Losses of tokens[1:] in nats, fp32 (n,), in windows that begin `stride` apart. Targets of
+    other ranks stay 0. FineWeb's 62 million take 248 MB on each rank."""
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
     starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
@@ -976,7 +977,7 @@ INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 13 levels
 
 
 def quantize_rows(rows: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """int8 values of fp32 rows, clamped to a high quantile of their size, and scales (n, 1)."""
+    """int8 values of fp32 rows, clamped to a high quantile of |w|, and scales (n, 1)."""
     if rows.size(1) <= 2**24:  # the limit of torch.quantile
         clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
         rows = rows.clamp(-clip, clip)
@@ -1201,12 +1202,11 @@ def train_step(state: TrainingState) -> Tensor:
         loss = state.model(*batch) * (1 / grad_accum_steps)
         state.scaler.scale(loss).backward()
         total_loss += loss.detach()
-    for optimizer in state.optimizers:
-        state.scaler.unscale_(optimizer)
     if hp.grad_clip_norm > 0:
-        nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
+        max_norm = hp.grad_clip_norm * state.scaler.get_scale()  # gradients are still scaled
+        nn.utils.clip_grad_norm_(state.gpt.parameters(), max_norm)
     for optimizer in state.optimizers:
-        state.scaler.step(optimizer)  # does nothing if a gradient is not finite, on all ranks alike
+        state.scaler.step(optimizer)  # not if its gradients are not finite, on all ranks alike
     state.scaler.update()  # lowers the scale then, and raises it now and then
     return total_loss
 
@@ -1221,7 +1221,7 @@ def warm_up(state: TrainingState) -> None:
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
         train_step(state)
-        for name, param in state.gpt.named_parameters():  # DDP refuses a second step without one
+        for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
             if param.requires_grad and param.grad is None:
                 raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
@@ -1319,17 +1319,17 @@ def log_score(name: str, loss: float, ms: float, validation: Validation, runtime
 
 
 def move_older_files(hp: Hyperparameters, log: Log) -> None:
-    """Move an older run's files to previous/, as a set. A run that was interrupted has none."""
-    paths = [Path(hp.output_dir, name) for name in (WEIGHTS, ARTIFACT, RESULT)]
-    if any(path.is_file() for path in paths):
-        try:
-            for path in paths:
-                kept = path.parent / "previous" / path.name
+    """Move an older run's files, if any, to previous/, as a set: first of all its score."""
+    paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
+    try:
+        for path in paths:
+            kept = path.parent / "previous" / path.name
+            if path.is_file():
+                os.renames(path, kept)
+            elif paths[-1].is_file():  # else a lone result, whose model was moved before it
                 kept.unlink(missing_ok=True)
-                if path.is_file():
-                    os.renames(path, kept)
-        except OSError as error:
-            log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
+    except OSError as error:
+        log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
 
 
 def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
@@ -1346,9 +1346,9 @@ def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
 
 
 def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
-    """Write weights and artifact. Returns the latter, its report, checksums, what was written."""
+    """Write weights and artifact. Returns artifact, report, checksums, which were written."""
     hp, log = state.hp, state.runtime.log
-    move_older_files(hp, log)  # of a run at the same time
+    move_older_files(hp, log)  # of another run, at the same time
     weights = serialize(state.gpt.state_dict())
     checksums = {WEIGHTS: zipfile.crc32(weights)}
     write_result(state, {"crc32": checksums})

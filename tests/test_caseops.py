@@ -83,12 +83,11 @@ def test_marks_are_pieces_even_if_the_training_text_has_none():
     assert count_bytes(sp, caseops.encode("The DOG")) == len("The DOG")
 
 
-def export(folder, *arguments) -> dict:
-    """Make folder/out from TEXTS. Returns the manifest."""
-    docs, out = write_documents(folder / "docs.jsonl"), folder / "out"
-    arguments = ["--docs", docs, "--output-root", out, "--num-val-docs", 4, *arguments]
+def export(folder, *arguments) -> None:
+    """Make folder/out from TEXTS."""
+    docs = write_documents(folder / "docs.jsonl")
+    arguments = ["--docs", docs, "--output-root", folder / "out", "--num-val-docs", 4, *arguments]
     rebuild.main([str(argument) for argument in arguments])
-    return json.loads((out / "manifest.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +96,9 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rebuild, "NUM_THREADS", 1)
-        manifest = export(folder, "--vocab-size", 512, "--caseops")
-    assert manifest["tokenizer_specs"] == [{"vocab_size": 512, "caseops": True}]
-    (dataset,), (tokenizer,) = manifest["datasets"], manifest["tokenizers"]
-    assert tokenizer["name"] == "sp_bpe_512_caseops"
-    assert dataset["path"] == "datasets/fineweb10B_sp512_caseops"
-    assert tokenizer["model_path"] == "tokenizers/fineweb_512_bpe_caseops.model"
-    return folder / "out" / dataset["path"], folder / "out" / tokenizer["model_path"]
+        export(folder, "--vocab-size", 512, "--caseops")
+    model = folder / "out/tokenizers/fineweb_512_bpe_caseops.model"
+    return folder / "out/datasets/fineweb10B_sp512_caseops", model
 
 
 def test_a_datasets_bytes_are_those_of_its_documents(base, exported, capsys):
@@ -127,9 +122,8 @@ def test_several_processes_and_a_reused_model_give_the_same_shards(exported, tmp
     folder, model = exported
     monkeypatch.setattr(rebuild, "NUM_THREADS", 2)
     monkeypatch.setattr(caseops, "BATCH_SIZE", 17)
-    config = tmp_path / "specs.json"
-    spec = {"vocab_size": 512, "dataset_suffix": "mine", "model_prefix": "mine", "caseops": True}
-    config.write_text(json.dumps([spec]))
+    config, names = tmp_path / "specs.json", {"dataset_suffix": "mine", "model_prefix": "mine"}
+    config.write_text(json.dumps([{"vocab_size": 512, "caseops": True, **names}]))
     export(tmp_path, "--tokenizer-config", config, "--reuse-sp-model", f"512={model}")
     assert (tmp_path / "out/tokenizers/mine_caseops.model").read_bytes() == model.read_bytes()
     for shard in folder.glob("*.bin"):
@@ -152,10 +146,8 @@ def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tmp_path):
         export(tmp_path, "--tokenizer-config", config, "--caseops")
     with pytest.raises(SystemExit, match="use it with --caseops"):
         export(tmp_path, "--vocab-size=512", f"--reuse-sp-model=512={exported[1]}")
-    unmarked = {"normalization_rule_name": "identity"}
-    composing = {**caseops.TRAINER_SETTINGS, "normalization_rule_name": "nfkc"}
-    other = tmp_path / "other.model"
-    for changes in (unmarked, composing):
+    other, identity = tmp_path / "other.model", {"normalization_rule_name": "identity"}
+    for changes in (identity, {**caseops.TRAINER_SETTINGS, "normalization_rule_name": "nfkc"}):
         other.write_bytes(train_tokenizer(**changes))
         with pytest.raises(SystemExit, match="is not a CaseOps"):
             export(tmp_path, "--vocab-size=512", f"--reuse-sp-model=512={other}", "--caseops")

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 
 import pytest
 import torch
@@ -48,10 +49,9 @@ def test_a_wrong_header_or_size_names_the_file(tmp_path, size, header):
 @pytest.mark.parametrize("sizes", [[], [0]])
 def test_without_any_token_the_error_says_how_to_get_shards(tmp_path, sizes):
     pattern = write_counting_shards(tmp_path, sizes)
-    with pytest.raises(InputError, match="cached_challenge_fineweb.py.*\n.*PRESET=demo") as caught:
+    words = rf"(?s)no tokens in {re.escape(pattern)}.*cached_challenge.*PRESET=demo.*records/README"
+    with pytest.raises(InputError, match=words):
         TokenStream(pattern)
-    assert f"no tokens in {pattern}" in str(caught.value)
-    assert "tests/records/README.md" in str(caught.value)
 
 
 def test_a_token_outside_the_vocabulary_names_its_shard(tmp_path):

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
+import signal
 import sys
 import threading
 from collections import Counter
@@ -93,8 +95,8 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
     assert [line.split("\t")[0] for line in vocab] == first and vocab[0] == "<pad>\t0"
     used = [sentence for sentence in sentences if len(sentence.encode()) <= 4192]
     share = 100 * len("".join(used).encode()) / len("".join(sentences).encode())
-    report = f"{len(used)} of {len(sentences)} documents ({share:.1f} % of the text)"
-    assert f"sp_bpe_384: 384 pieces, trained on {report}\n" in capsys.readouterr().out
+    report = f"384 pieces, trained on {len(used)} of {len(sentences)} documents ({share:.1f} % of"
+    assert report in capsys.readouterr().out
 
 
 def test_the_manifest_and_the_byte_dataset(tmp_path):
@@ -118,10 +120,9 @@ def test_the_manifest_and_the_byte_dataset(tmp_path):
     assert json.loads(tokenizer) == {"tokenizer_type": "pure_byte", **config}
 
 
-def specs_of(tmp_path, content, overrides=None, reused=None, skip_byte=False) -> list:
-    path = tmp_path / "specs.json"
-    path.write_text(json.dumps(content))
-    return read_specs(path, overrides or {}, reused or {}, skip_byte)
+def specs_of(folder, content, overrides=(), reused=(), skip_byte=False) -> list:
+    (folder / "specs.json").write_text(json.dumps(content))
+    return read_specs(folder / "specs.json", dict(overrides), dict(reused), skip_byte)
 
 
 def test_specs_that_players_have_are_accepted(tmp_path):
@@ -181,20 +182,19 @@ def test_your_own_text(tmp_path, capsys):
     sys.stdout.reconfigure(encoding="ascii")
     (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
     out = tmp_path / "my \xe4"
-    own = ["--docs", f"{tmp_path}/my.txt", "--vocab-size", "60000"]
-    rebuild.main([*own, "--output-root", str(out)])
+    rebuild.main(["--docs", f"{tmp_path}/my.txt", "--vocab-size=60000", f"--output-root={out}"])
     num_docs = len(list(rebuild.read_documents(tmp_path / "my.txt")))
     assert json.loads((out / "manifest.json").read_text())["num_val_docs"] == num_docs // 20 > 1
     size = len(pieces((out / "tokenizers/fineweb_60000_bpe.model").read_bytes()))
     output = capsys.readouterr().out
     assert f"{size} pieces, trained on {num_docs} of {num_docs} documents (100.0 %" in output
     assert f"WARNING: fineweb10B_sp60000 has {size} pieces, not 60000" in output
-    data, model = "datasets/fineweb10B_sp60000", "tokenizers/fineweb_60000_bpe.model"
     folder = f"{tmp_path}/my \\xe4"
-    command = (
-        f"DATA_PATH='{folder}/{data}' TOKENIZER_PATH='{folder}/{model}' VOCAB_SIZE={size} python "
-    )
-    assert output.splitlines()[-1] == command + os.path.relpath(ROOT / "train_gpt.py")
+    assert shlex.split(output.splitlines()[-1]) == [
+        f"DATA_PATH={folder}/datasets/fineweb10B_sp60000",
+        f"TOKENIZER_PATH={folder}/tokenizers/fineweb_60000_bpe.model",
+        *(f"VOCAB_SIZE={size}", "python", os.path.relpath(ROOT / "train_gpt.py")),
+    ]
 
 
 def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
@@ -237,17 +237,15 @@ def test_documents_of_plain_text_and_json_lines(tmp_path):
     """Text is cut at the first blank line after 2,000 bytes, of which CR are none. JSON lines may
     have any name."""
     a, b, c, d, e = ("\u00e9\n" + f"{letter}\n" * 350 for letter in "abcde")
-    text = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"])
+    text, path = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"]), tmp_path / "my.txt"
     for ends in ("\n", "\r\n"):
-        (tmp_path / "my.txt").write_bytes(text.replace("\n", ends).encode())
-        documents = [
-            re.sub("\n+", "\n", text) for text in rebuild.read_documents(tmp_path / "my.txt")
-        ]
+        path.write_bytes(text.replace("\n", ends).encode())
+        documents = [re.sub("\n+", "\n", text) for text in rebuild.read_documents(path)]
         assert documents == [f"{a}{b}{c}".strip(), f"{d}{e}".strip()]
-    (tmp_path / "my.txt").write_text('\n{"id": 1, "text": "a \\ud800"}\n\n{"text": "b"}\n')
-    assert list(rebuild.read_documents(tmp_path / "my.txt")) == ["a ?", "b"]
-    (tmp_path / "my.txt").write_text('{"so": he said}\n\nand so on')
-    assert list(rebuild.read_documents(tmp_path / "my.txt")) == ['{"so": he said}\n\nand so on']
+    path.write_text('\n{"id": 1, "text": "a \\ud800"}\n\n{"text": "b"}\n')
+    assert list(rebuild.read_documents(path)) == ["a ?", "b"]
+    path.write_text('{"so": he said}\n\nand so on')
+    assert list(rebuild.read_documents(path)) == ['{"so": he said}\n\nand so on']
 
 
 def rebuilt(folder, *args, docs=()) -> tuple[list[str], dict]:
@@ -293,15 +291,6 @@ def test_documents_of_several_files_folders_and_pipes(tmp_path):
     assert rebuilt(tmp_path, "--docs", folder, docs=[mixed])[0] == [*texts, *texts[3:]]
 
 
-def test_an_interrupted_rebuild_says_how_to_go_on(tmp_path, monkeypatch):
-    def interrupt(*_) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rebuild, "count_splits", interrupt)
-    message = failure(tmp_path, docs=[write_documents(tmp_path / "docs.jsonl")])
-    assert message == "interrupted: run the same command again to start over"
-
-
 def test_long_texts_become_lines_for_the_tokenizers_training():
     text = "word " * 2000 + "\n" + "\u4e2d" * 5000 + "\nend"
     sentences = list(sentences_of([text], 4192, True, Counter()))
@@ -312,9 +301,7 @@ def test_long_texts_become_lines_for_the_tokenizers_training():
 
 def test_bad_documents_are_named(tmp_path):
     bad = [
-        ("a.jsonl", b"\x1f\x8b\x08", "is compressed"), ("a.txt", b"BZh9", "is compressed"),
-        ("a", b"\xfd7zXZ\0", "is compressed"), ("a", b"(\xb5/\xfd$", "is compressed"),
-        ("a", b"PK\3\4", "is compressed"),
+        ("a.jsonl", b"\x1f\x8b\x08", "is compressed"), ("a", b"PK\3\4", "is compressed"),
         ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c .*a.txt > fixed.txt"),
         ("a", b"%PDF-1.4", "extract"), ("a.txt", "caf\u00e9".encode("utf-16"), "convert"),
         ("a", b"\n \n", "has no text"), ("a", b"one", "has 1 documents, .*blank lines"),
@@ -326,19 +313,8 @@ def test_bad_documents_are_named(tmp_path):
         assert re.search(rf"/{name}:? .*{words}", failure(tmp_path, docs=[tmp_path / name]))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.md").write_text("a")
-    empty = failure(tmp_path, docs=[tmp_path / "folder"])
-    assert empty.startswith(f"error: {tmp_path}/folder has no .txt or .jsonl files: ")
-    missing = failure(tmp_path, docs=[tmp_path / "a.txt", tmp_path / "b.txt"])
-    assert missing == f"error: {tmp_path}/b.txt does not exist: correct --docs"
-
-
-@pytest.mark.parametrize("variable", ["SP_BATCH_SIZE=0", "TOKENIZER_THREADS=x"])
-def test_a_bad_variable_is_found_before_anything_else(monkeypatch, variable):
-    """With batches of 0 documents, all shards would be empty."""
-    name, value = f"MATCHED_FINEWEB_{variable}".split("=")
-    monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match=f"^error: {name}={value} must be a number above 0$"):
-        runpy.run_path(rebuild.__file__)
+    assert "folder has no .txt or .jsonl" in failure(tmp_path, docs=[tmp_path / "folder"])
+    assert "b.txt does not" in failure(tmp_path, docs=[tmp_path / "a.txt", tmp_path / "b.txt"])
 
 
 def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):
@@ -360,11 +336,9 @@ def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer,
     assert "nothing to compare" not in capsys.readouterr().out
     shutil.rmtree(folders[0])
     assert run(tmp_path, *reuse, specs=[other])["datasets"] == both["datasets"][1:]
-    (tmp_path / "out/manifest.json").write_text('{"datasets": [1]}')
-    assert "manifest.json is not a manifest" in failure(tmp_path, *reuse)
 
 
-def test_errors_are_one_line(tmp_path, capsys):
+def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
     spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
     message = failure(tmp_path, specs=[spec], docs=[docs])
@@ -376,13 +350,16 @@ def test_errors_are_one_line(tmp_path, capsys):
     (tmp_path / SIDECAR).write_text('{"docs_val": null}')
     assert "get 50000" in failure(tmp_path, docs=[docs])
     with pytest.raises(SystemExit, match="--shuffle needs --docs"):
-        rebuild.main(["--output-root", str(tmp_path), "--shuffle", "1"])
-    with pytest.raises(SystemExit, match="--vocab-size 65537: .* must be 1 to 65536"):
-        rebuild.main(["--output-root", str(tmp_path), "--vocab-size", "65537"])
-    with pytest.raises(SystemExit):
-        run(tmp_path, "--chunk-tokens", 2**31)
-    assert "'2147483648' must be a number from 1 to 2147483647" in capsys.readouterr().err
-    for half in ("my.model", "384=", "=my.model", "x=my.model"):
-        with pytest.raises(SystemExit):
-            run(tmp_path, "--reuse-sp-model", half)
-        assert f"--reuse-sp-model: '{half}' must be VOCAB_SIZE=MODEL" in capsys.readouterr().err
+        rebuild.main([f"--output-root={tmp_path}", "--shuffle=1"])
+    for option, value, message in (
+        ("--chunk-tokens", 2**31, "must be a number from 1 to 2147483647"),
+        ("--reuse-sp-model", "384=", "must be VOCAB_SIZE=MODEL"),
+        ("--reuse-sp-model", "x=my.model", "must be VOCAB_SIZE=MODEL"),
+    ):
+        failure(tmp_path, option, value)
+        assert f"{option}: '{value}' {message}" in capsys.readouterr().err
+    monkeypatch.setattr(rebuild, "count_splits", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert failure(tmp_path, docs=[docs]).startswith("interrupted: run the same command again")
+    monkeypatch.setenv("MATCHED_FINEWEB_SP_BATCH_SIZE", "0")  # all shards would be empty
+    with pytest.raises(SystemExit, match="error: .*SP_BATCH_SIZE=0 must be a number above 0"):
+        runpy.run_path(rebuild.__file__)

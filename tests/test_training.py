@@ -164,15 +164,19 @@ def test_a_run_is_the_plain_training(tmp_path, knobs, tied, layers, kv_heads):
 
 
 def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
-    """The ranks run the script as a file, and loss and gradients are local to train_step. So the
-    test edits its text."""
+    """Of the loss, then of one of Adam's gradients, which would spoil Muon's by clipping. The ranks
+    run the script as a file, and loss and gradients are local to train_step. So the test edits its
+    text."""
     text = SCRIPT.read_text(encoding="utf-8")
     infinite = "(math.inf if state.step == 3 and state.runtime.rank == 1 else 1)"
     norm = "nn.utils.get_total_norm([p.grad for p in state.gpt.parameters()])"
     report = (
         f"print('scale', state.step, state.scaler.get_scale(), {norm}.item()); return total_loss"
     )
-    for old, new in (("scale(loss)", f"scale(loss * {infinite})"), ("return total_loss", report)):
+    clip = "    if hp.grad_clip_norm > 0:\n"
+    in_adam = "    state.gpt.tok_emb.weight.grad += math.nan if state.step == 4 else 0\n"
+    edits = {"scale(loss)": f"scale(loss * {infinite})", clip: in_adam + clip}
+    for old, new in {**edits, "return total_loss": report}.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
     script = tmp_path / "train_gpt.py"
@@ -182,9 +186,9 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
     assert "replicas:identical" in finished(ranks[0])
     for rank in ranks:
         lines = [line.split()[2:] for line in rank.stdout.splitlines() if "scale " in line][-6:]
-        assert [float(scale) for scale, _ in lines] == 3 * [65536] + 3 * [32768]
+        assert [float(scale) for scale, _ in lines] == 3 * [65536] + [32768] + 2 * [16384]
         norms = [float(norm) for _, norm in lines]
-        assert norms[:3] + norms[4:] == pytest.approx(5 * [0.01], rel=1e-3)
+        assert norms[:3] + norms[5:] == pytest.approx(4 * [0.01], rel=1e-3)
     saved = torch.load(tmp_path / "checkpoints" / "test.pt")
-    assert saved["step"] == 6 and saved["scaler"]["scale"] == 32768
-    assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {5}
+    assert saved["step"] == 6 and saved["scaler"]["scale"] == 16384
+    assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {4}

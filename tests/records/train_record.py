@@ -130,7 +130,7 @@ class Hyperparameters:
     device: str = "auto"  # cuda, cpu; auto: cuda if available
     dtype: str = "auto"  # bf16, fp16, fp32; auto: bf16 if the GPU has it, else fp32
     compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda
-    optimize_ddp: bool = True  # compile a graph for each of DDP's buckets; 0: one graph
+    optimize_ddp: bool = True  # compile a graph for each of DDP's buckets, else one graph
     data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
     tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # SentencePiece model
     # validation and logging
@@ -186,11 +186,11 @@ class Hyperparameters:
     logit_softcap: float = 30.0  # cap * tanh(logits / cap)
     qk_gain_init: float = 1.5  # initial gain of each head's queries
     xsa_layers: int = 0  # last layers with exclusive self-attention
-    attention_gate_max: float = 0.0  # a head's gate goes from 0 to this, from its half; 0: none
+    attention_gate_max: float = 0.0  # a head's gate is 0 to this, at first half of it; 0: none
     attention_gate_scale: float = 1.0  # of the gates' logits
     depth_scale: bool = False  # divide the normed inputs of layer i by the root of i, from 1
     skip_gates: bool = False  # gates between each U-Net skip and the residual stream
-    smear_channels: int = 0  # channels that decide how much of the token before is mixed in
+    smear_channels: int = 0  # that set how much of the previous token is mixed in; 0: none
     parallel_layers: int = 0  # last layers, whose MLP does not see the layer's attention
     two_lanes: bool = False  # in these layers attention and MLP read a residual stream each
     loop_layers: int = 0  # layers that run again, with the same weights
@@ -218,14 +218,14 @@ class Hyperparameters:
     grad_clip_norm: float = 0.0  # global norm; 0: no clipping
     ema_decay: float = 0.0  # of the weights' average, per step; 0: the last weights
     # export
-    # parts of names: of parameters that Adam trains in fp32; of small ones that are saved in fp32
+    # parts of names: parameters that Adam trains in fp32; small tensors that are saved in fp32
     control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
     int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
     matrix_levels: int = 127  # on each side of zero, for the matrices of the blocks; 31 is int6
     embed_levels: int = 127  # for all other quantized tensors
     scale_floor: float = 1 / 127  # of a row's step: values up to 0.1 use 13 levels a side
     # standard deviations of a row that the levels of a matrix span; 0: clip at a quantile
-    sd_clip_embedding: float = 0.0  # and all other matrices
+    sd_clip_embedding: float = 0.0  # tok_emb and lm_head
     sd_clip_attention: float = 0.0
     sd_clip_mlp: float = 0.0
     gptq_batches: int = 0  # slots that GPTQ reads after the training; 0: plain rounding
@@ -308,20 +308,23 @@ class Hyperparameters:
     def technique_rules(self) -> list[tuple]:
         """Rules as in check, for the knobs of techniques."""
         slot = self.train_batch_tokens // max(self.batch_slots, 1)
-        lengths = [length for length, _ in self.context_stages()]
-        fits = all(0 < n <= self.train_seq_len and slot % n == 0 for n in lengths)
+        lengths, ends = zip(*self.context_stages(), strict=True)
+        in_order = list(ends) == sorted(ends)
+        fits = in_order and all(0 < n <= self.train_seq_len and slot % n == 0 for n in lengths)
         lanes = [self.has_lanes(layer) for layer in self.layer_order(is_looping=True)]
         one_stream = not any(lanes[: len(lanes) // 2]) and lanes == sorted(lanes)
         return [
-            (("loop_layers", "embed_weight_decay", "adam_weight_decay", "lora_phase_lr"),
-             lambda x: x >= 0, "0 or more"),
-            (["ema_decay", "loop_from"], lambda x: 0 <= x < 1, "at least 0 and below 1"),
-            (["rope_fraction"], lambda x: 0 <= x <= 1, "0 to 1"),
+            (("loop_layers", "muon_weight_decay", "embed_weight_decay", "adam_weight_decay",
+              "lora_phase_lr"), lambda x: x >= 0, "0 or more"),
+            (["ema_decay"], lambda x: x < 1, "below 1"),
+            (["loop_from"], lambda x: 0 <= x < 1, "at least 0 and below 1"),
+            (["rope_fraction", "min_lr", "tilt_share"], lambda x: 0 <= x <= 1, "0 to 1"),
+            (["smear_channels"], lambda x: x <= self.model_dim, "at most MODEL_DIM"),
             (["matrix_levels", "embed_levels"], lambda x: 0 < x < 128, "1 to 127"),
-            (["context_growth"], lambda x: fits, f"of lengths that divide a slot of {slot} tokens"),
+            (["context_growth"], lambda x: fits, f"in order, and divide a slot of {slot} tokens"),
             (["whole_documents"], lambda x: self.document_mask >= x, "0 without DOCUMENT_MASK=1"),
-            (["loop_first"], lambda x: x < self.num_layers, "below NUM_LAYERS"),
-            (["loop_layers"], lambda x: one_stream, "fewer, or PARALLEL_LAYERS: no lane may loop"),
+            (["loop_first"], lambda x: x + self.loop_layers <= self.num_layers, "lower"),
+            (["loop_layers"], lambda x: one_stream, "lower, or set fewer PARALLEL_LAYERS"),
             (["lora_skip"], lambda x: {*x} < {*LORA_LAYERS}, f"some of {', '.join(LORA_LAYERS)}"),
             (["tilt_order"], lambda x: x in ("decoding", "stream"), "decoding or stream"),
         ]  # fmt: skip
@@ -353,7 +356,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 class CastedLinear(nn.Linear):
-    """Casts its weight for use. All linear layers go through here, but for a tied output."""
+    """Casts its weight for use. All linear layers go through here, except a tied output."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -388,7 +391,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
     if q.device.type == "cuda" and q.dtype != torch.bfloat16:
-        # In fp32, and without bf16 in fp16, only MATH groups queries. It keeps all scores.
+        # Without bf16, only MATH may group queries, and it stores all scores.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
@@ -568,7 +571,7 @@ class GPT(nn.Module):
         self.tok_emb = nn.Embedding(hp.vocab_size, D)
         if hp.smear_channels > 0:  # a weight per channel, and a factor that starts at zero
             self.smear_gate = nn.Parameter(torch.zeros(hp.smear_channels + 1))
-        # With L = 1 it gets no gradient, for which DDP would wait: freeze it.
+        # With L = 1 there is no skip, and DDP would wait for its gradient: freeze it.
         skip_weights = torch.ones(self.num_encoder_layers, D)
         self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_encoder_layers > 0)
         if hp.skip_gates:
@@ -764,8 +767,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(params, combined, alpha=-group["lr"])
 
     def nesterov(self, params: list[nn.Parameter], momentum: float) -> list[Tensor]:
-        """Update the momentum of params. Returns their updates, in `dtype` or, for equal rows, in
-        fp32."""
+        """Update the momentum of params. Returns their updates, in `dtype` (equal rows: fp32)."""
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -1048,7 +1050,7 @@ class Runtime:
     compiled: bool
     source: bytes = b""  # of this file, when the run began
     log: Log = field(default_factory=Log)
-    started: float = field(default_factory=lambda: time.perf_counter())  # in seconds
+    started: float = field(default_factory=time.perf_counter)  # in seconds
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
@@ -1106,9 +1108,10 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
     if distributed:
         try:
             store, _, _ = next(dist.rendezvous("env://"))
-        except ValueError as error:
-            raise InputError(f"{error}: use torchrun, or unset RANK and WORLD_SIZE") from None
-        # A restart may find the old store: dead addresses under its prefix, NCCL's error flag.
+        except (ValueError, dist.DistError) as error:
+            problem = str(error).partition("\n")[0]
+            raise InputError(f"{problem}: use torchrun, or unset RANK and WORLD_SIZE") from None
+        # After a restart, the old store may hold dead addresses and NCCL's error flag.
         store.delete_key("exception_dump")
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         # gloo syncs the clock on the CPU, so that the GPU queue never drains.
@@ -1174,7 +1177,7 @@ class Stopwatch:
 
 # ---- Evaluation ------------------
 # Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
-# context, windows may begin EVAL_STRIDE tokens apart. The first window with a target scores it.
+# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
 def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
     ids = [*range(tokenizer.vocab_size())]
@@ -1188,7 +1191,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     before, targets = tokens[:-1], tokens[1:]
     total = num_bytes[targets].sum() + (leading_space[targets] & has_text[before]).sum()
     first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
-    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # they stand for a lone space
+    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # a space is these bytes
         is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
         total -= (3 - has_text[before[:-2]][is_space]).sum()
     return int(total)
@@ -1201,7 +1204,7 @@ def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
     documents = [document[1:2001].tolist() for document in np.split(tokens, starts)[1:101]]
     same = []
     for i, ids in enumerate(documents):
-        if tokenizer.unk_id() not in ids:  # whose text is lost
+        if tokenizer.unk_id() not in ids:  # <unk> lost its text
             is_cut = len(ids) == 2000 or i == len(starts) - 1
             kept = len(ids) // 2 if is_cut else len(ids)  # a cut may change the tokens before it
             same.append(tokenizer.encode(tokenizer.decode(ids))[:kept] == ids[:kept])
@@ -1254,8 +1257,8 @@ def evaluate(
     runtime: Runtime,
     hints: Tensor | None = None,
 ) -> Tensor:
-    """Losses of tokens[1:] in nats, fp32 (n,), in windows that begin `stride` apart. Where another
-    rank scores, they are 0. FineWeb's 62 million take 248 MB on each rank."""
+    """Losses of tokens[1:] in nats, fp32 (n,), in windows that begin `stride` apart. Targets of
+    other ranks stay 0. FineWeb's 62 million take 248 MB on each rank."""
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
     starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
@@ -1300,7 +1303,7 @@ def final_losses(model: nn.Module, validation: Validation, runtime: Runtime) -> 
 
 # ---- Test-time training ----------
 # Adapters for each document (#1530), phases (#1610, #1626), kept A (#1787).
-LORA_ALPHA = 144  # adapters are scaled by this / rank, as a part of the initial A unless A is kept
+LORA_ALPHA = 144  # / rank multiplies an adapter's output (LORA_KEEP=1), else its initial A
 LORA_PHASE_TOKENS = 32_768  # of a step of all weights
 LORA_SHORT_CHUNKS = ((256, 8), (2000, 24))  # targets of a group's longest document, chunk (#2014)
 
@@ -1316,12 +1319,11 @@ class LoRA(nn.Module):
         rank = hp.lora_rank
         self.linear = linear
         rows, columns = linear.weight.shape
-        device = linear.weight.device
-        self.scale = LORA_ALPHA / rank if hp.lora_keep else 1.0  # a small A can learn more
+        self.scale = LORA_ALPHA / rank if hp.lora_keep else 1.0  # a small A changes faster
         bound = LORA_ALPHA / rank / self.scale / math.sqrt(columns)
         A = torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
-        self.A = nn.Parameter(A.to(device).repeat(n, 1, 1))
-        self.B = nn.Parameter(torch.zeros(n, rows, rank, device=device))
+        self.A = nn.Parameter(A.to(linear.weight.device).repeat(n, 1, 1))
+        self.B = nn.Parameter(torch.zeros(n, rows, rank, device=linear.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (n, T, columns), or flattened (n*T, columns) as the output layer gets it."""
@@ -1477,9 +1479,9 @@ def lora_ttt(
             rows = score_documents(models[1], adapters, groups[i], tokens, hints, gpt.hp)
             for place, row in zip(groups[i], rows, strict=False):
                 losses[place] = row[: place.stop - place.start]
-            if hp.lora_keep:  # each A, but no B
-                pairs = enumerate(zip(adapters, initial, strict=True))
-                starts[slot] = [b if k % 2 else a.detach().clone() for k, (a, b) in pairs]
+            if hp.lora_keep:  # adapters are A, B, A, B, ...: each B starts anew
+                starts[slot] = [*initial]
+                starts[slot][::2] = [A.detach().clone() for A in adapters[::2]]
     return losses
 
 
@@ -1609,7 +1611,7 @@ INT8_CLIP_QUANTILE = 0.9999984
 
 def quantize_rows(rows: Tensor, levels: int, floor: float, k: float) -> tuple[Tensor, Tensor]:
     """int8 values of fp32 rows, and scales (n, 1). The levels span k standard deviations of a row
-    (SDClip, #1394) or, without k, a high quantile of its size."""
+    (SDClip, #1394) or, without k, a high quantile of |w|."""
     if k > 0:
         scale = k / levels * rows.std(dim=1, keepdim=True, correction=0)
     else:
@@ -1932,7 +1934,7 @@ def decode_values(obj: dict[str, Any]) -> dict[str, Any]:
         values[name] = torch.from_numpy(rows.ravel()[: math.prod(shape)]).view(shape)
         crc = zlib.crc32(rows, crc)
     if crc != checksum:
-        raise ValueError
+        raise ValueError("the checksum of the values is wrong")
     return obj | {"quantized": values}
 
 
@@ -1973,12 +1975,11 @@ class TrainingState:
         self.ema: dict[str, Tensor] = {}  # fp32 averages of gpt's parameters
 
     def update_ema(self) -> None:
-        """Average in the weights of a step. Those of n steps ago count decay**n; the initial
-        weights do not count."""
+        """Average in the weights of a step. Those of n steps ago count decay**n."""
         decay = self.hp.ema_decay
         weights = {name: param.detach().float() for name, param in self.gpt.named_parameters()}
         if not self.ema:
-            self.ema = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            self.ema = {name: weight.clone() for name, weight in weights.items()}
         share = (1 - decay) / (1 - decay**self.step)
         torch._foreach_lerp_(list(self.ema.values()), list(weights.values()), share)
 
@@ -2011,7 +2012,7 @@ class TrainingState:
             raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
         self.step = saved["step"]
         self.loader.sequence = saved["sequence"]
-        self.ema = copy_tensors(saved["ema"], self.runtime.device)
+        self.ema = copy_tensors(saved["ema"], self.runtime.device) if self.hp.ema_decay > 0 else {}
         self.stopwatch.reset(saved["train_ms"])
 
     def request_stop(self, signum: int, frame: Any) -> None:
@@ -2045,7 +2046,8 @@ def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
         return None, {}  # a new run
     if not path.is_file():
         raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
-    saved = {"knobs": {}, "shards": None, "scaler": {}} | deserialize(path.read_bytes(), str(path))
+    saved = {"knobs": {}, "shards": None, "scaler": {}, "sequence": 0, "ema": {}}
+    saved |= deserialize(path.read_bytes(), str(path))
     if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
         raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
     return path, saved
@@ -2089,18 +2091,16 @@ def train_step(state: TrainingState) -> Tensor:
             # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
             # only: one exchange a step. It reads this flag in its forward pass.
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-        slot = hp.train_batch_tokens // hp.batch_slots
-        row = slot if hp.whole_documents else state.gpt.context
+        row = hp.train_batch_tokens // hp.batch_slots if hp.whole_documents else state.gpt.context
         batch = state.loader.next_batch(hp.train_batch_tokens, row, grad_accum_steps)
         loss = state.model(*batch) * (1 / grad_accum_steps)
         state.scaler.scale(loss).backward()
         total_loss += loss.detach()
-    for optimizer in state.optimizers:
-        state.scaler.unscale_(optimizer)
     if hp.grad_clip_norm > 0:
-        nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
+        max_norm = hp.grad_clip_norm * state.scaler.get_scale()  # gradients are still scaled
+        nn.utils.clip_grad_norm_(state.gpt.parameters(), max_norm)
     for optimizer in state.optimizers:
-        state.scaler.step(optimizer)  # does nothing if a gradient is not finite, on all ranks alike
+        state.scaler.step(optimizer)  # not if its gradients are not finite, on all ranks alike
     state.scaler.update()  # lowers the scale then, and raises it now and then
     return total_loss
 
@@ -2117,7 +2117,7 @@ def warm_up(state: TrainingState) -> None:
         # The warm-up visits all stages, so that the training compiles nothing.
         set_stage(state.gpt, (step - 1) / max(num_steps - 1, 1))
         train_step(state)
-        for name, param in state.gpt.named_parameters():  # DDP refuses a second step without one
+        for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
             if param.requires_grad and param.grad is None:
                 raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
@@ -2218,17 +2218,17 @@ def log_score(name: str, loss: float, ms: float, validation: Validation, runtime
 
 
 def move_older_files(hp: Hyperparameters, log: Log) -> None:
-    """Move an older run's files to previous/, as a set. A run that was interrupted has none."""
-    paths = [Path(hp.output_dir, name) for name in (WEIGHTS, ARTIFACT, RESULT)]
-    if any(path.is_file() for path in paths):
-        try:
-            for path in paths:
-                kept = path.parent / "previous" / path.name
+    """Move an older run's files, if any, to previous/, as a set: first of all its score."""
+    paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
+    try:
+        for path in paths:
+            kept = path.parent / "previous" / path.name
+            if path.is_file():
+                os.renames(path, kept)
+            elif paths[-1].is_file():  # else a lone result, whose model was moved before it
                 kept.unlink(missing_ok=True)
-                if path.is_file():
-                    os.renames(path, kept)
-        except OSError as error:
-            log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
+    except OSError as error:
+        log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
 
 
 def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
@@ -2245,9 +2245,9 @@ def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
 
 
 def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
-    """Write weights and artifact. Returns the latter, its report, checksums, what was written."""
+    """Write weights and artifact. Returns artifact, report, checksums, which were written."""
     hp, log = state.hp, state.runtime.log
-    move_older_files(hp, log)  # of a run at the same time
+    move_older_files(hp, log)  # of another run, at the same time
     weights = serialize(state.gpt.state_dict())
     checksums = {WEIGHTS: zipfile.crc32(weights)}
     write_result(state, {"crc32": checksums})
