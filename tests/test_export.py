@@ -1,7 +1,6 @@
 """Quantization, the artifact and the files."""
 
 import os
-import signal
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import ALONE, Lines, finished, run_here, send_signals
+from runs import ALONE, Lines, finished, run_here
 
 import train_gpt
 from train_gpt import (
@@ -188,35 +187,29 @@ def test_a_file_gets_its_name_when_its_bytes_are_on_the_disk(tmp_path, monkeypat
     assert flushed == [(False, b"new")] and path.read_bytes() == b"new"
 
 
+def final_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("final_*")}
+
+
 def test_the_result_of_an_older_run_moves_to_previous(tmp_path, knobs):
     """With its knobs. Only one run is kept: what it lacks is not taken from the run before it."""
     environ = {**knobs, "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0"}
     for steps in range(3):
         if steps == 2:
             (tmp_path / MODEL).unlink()
-        older = {path.name: path.read_bytes() for path in tmp_path.glob("final_*")}
+        older = final_files(tmp_path)
         finished(run_here(tmp_path, {**environ, "ITERATIONS": str(steps)}))
-        found = {path.name: path.read_bytes() for path in tmp_path.glob("previous/*")}
-        assert found == older
-
-
-def final_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("final_*")}
-
-
-@pytest.fixture
-def older(tmp_path, knobs) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Knobs, and the files of an older run in tmp_path."""
-    environ = {**knobs, "WARMUP_STEPS": "1", "VAL_LOSS_EVERY": "0", "NUM_LAYERS": "1"}
-    finished(run_here(tmp_path, {**environ, "ITERATIONS": "1"}))
-    return environ, final_files(tmp_path)
+        assert final_files(tmp_path / "previous") == older
 
 
 def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
-    tmp_path, older, monkeypatch
+    tmp_path, knobs, monkeypatch
 ):
-    """For example without memory for the first step, which the warm-up takes."""
-    environ, files = older
+    """For example without memory for the first step, which the warm-up takes. What such a run, or
+    an interrupted one, has moved stays there when it is repeated."""
+    environ = {**knobs, "WARMUP_STEPS": "1", "VAL_LOSS_EVERY": "0", "ITERATIONS": "1"}
+    finished(run_here(tmp_path, environ))
+    files = final_files(tmp_path)
 
     def crash(state, *_) -> None:
         raise RuntimeError("out of memory")
@@ -227,37 +220,21 @@ def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
             assert run_here(tmp_path, environ).returncode == 1
         assert final_files(tmp_path / place) == files
     assert final_files(tmp_path) == {}
-
-
-def test_an_interrupted_and_resumed_run_keeps_the_files_of_the_older_one(
-    tmp_path, older, monkeypatch
-):
-    environ, files = older
-    with monkeypatch.context() as patches:
-        send_signals(patches, 2, signal.SIGTERM)
-        assert run_here(tmp_path, environ).returncode == 143
+    finished(run_here(tmp_path, environ))
     assert final_files(tmp_path / "previous") == files
-    finished(run_here(tmp_path, {**environ, "RESUME": "auto"}))
-    assert final_files(tmp_path / "previous") == files
-    assert final_files(tmp_path).keys() == files.keys()
 
 
 def test_the_files_of_a_run_that_ends_first_in_the_same_folder_are_not_lost(
-    tmp_path, older, monkeypatch
+    tmp_path, knobs, monkeypatch
 ):
-    environ, files = older
-
     def train_step(state, train_step=train_gpt.train_step):
-        if state.step == 0 and not (tmp_path / MODEL).exists():
-            for name, data in files.items():
-                (tmp_path / name).write_bytes(b"the other's" + data)
+        (tmp_path / MODEL).write_bytes(b"another run's")
         return train_step(state)
 
     monkeypatch.setattr(train_gpt, "train_step", train_step)
-    finished(run_here(tmp_path, {**environ, "ITERATIONS": "1"}))
-    kept = {name: b"the other's" + data for name, data in files.items()}
-    assert final_files(tmp_path / "previous") == kept
-    assert final_files(tmp_path) != kept
+    finished(run_here(tmp_path, {**knobs, "WARMUP_STEPS": "0", "ITERATIONS": "1"}))
+    assert final_files(tmp_path / "previous") == {MODEL: b"another run's"}
+    assert len(final_files(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("name", [MODEL, ARTIFACT, RESULT])

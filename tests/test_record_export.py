@@ -13,9 +13,14 @@ from train_record import decode_values, dequantize_state_dict_int8, encode_value
 pytestmark = pytest.mark.baseline
 
 
+@pytest.fixture
+def all_matrices(monkeypatch) -> None:
+    """Quantize them, in small models, too."""
+    monkeypatch.setattr(train_record, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)
+
+
 # ---- Quantizer -----------------------------------------------------------------------------------
-def test_the_quantizers_knobs_reach_the_artifact(monkeypatch):
-    monkeypatch.setattr(train_record, "INT8_KEEP_FLOAT_MAX_NUMEL", 1000)
+def test_the_quantizers_knobs_reach_the_artifact(all_matrices):
     torch.manual_seed(0)
     names = ("tok_emb.weight", "blocks.0.attn.c_q.weight", "blocks.0.mlp.fc.weight")
     weights = {name: 0.01 * torch.randn(40, 60) for name in names}
@@ -89,26 +94,14 @@ def error_of(values: dict[str, Tensor], gpt: nn.Module, name: str, x: Tensor) ->
     return ((values[name] - gpt.state_dict()[name]) @ x.T).norm()
 
 
-def test_gptq_lowers_the_error_of_each_layer(knobs, monkeypatch):
+def test_gptq_lowers_the_error_of_each_layer(knobs, all_matrices):
     """On the inputs that it reads. Any number of ranks writes the same artifact."""
-    monkeypatch.setattr(
-        train_record, "INT8_KEEP_FLOAT_MAX_NUMEL", 500
-    )  # all matrices are quantized
-    runtime, shapes, files = replace(ALONE, log=Lines()), [], []
-
-    def record_shape(weight, *args):
-        shapes.append(tuple(weight.shape))
-        return gptq_values(weight, *args)
-
-    monkeypatch.setattr(train_record, "gptq_values", record_shape)
+    runtime, files = replace(ALONE, log=Lines()), []
     for world_size, batches in ((1, "0"), (1, "2"), (2, "2")):
         levels = {"MATRIX_LEVELS": "7", "EMBED_LEVELS": "7", "GPTQ_BATCHES": batches}
         gpt = random_model(train_record, {**knobs, **levels})
-        place = replace(runtime, world_size=world_size)
-        files.append(train_record.export(gpt, gpt.hp, place)[0])
+        files.append(train_record.export(gpt, gpt.hp, replace(runtime, world_size=world_size))[0])
     assert files[1] == files[2] and "WARNING" not in runtime.log.text
-    # q, k and v read the same inputs, so one call rounds the rows of all three.
-    assert shapes[:4] == [(gpt.hp.vocab_size, 32), (64, 32), (32, 32), (64, 32)]
     plain, gptq = (
         dequantize_state_dict_int8(train_record.deserialize(file, "")) for file in files[:2]
     )
@@ -119,10 +112,9 @@ def test_gptq_lowers_the_error_of_each_layer(knobs, monkeypatch):
     assert "WARNING: GPTQ failed" in runtime.log.text
 
 
-def test_awq_rounds_the_most_salient_columns_finer(knobs, monkeypatch):
+def test_awq_rounds_the_most_salient_columns_finer(knobs, all_matrices):
     """Of all matrices of the blocks: eight adjacent columns, found by brute force. Layer 1 runs
     twice, so it reads more inputs, which must not count."""
-    monkeypatch.setattr(train_record, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)
     settings = "MATRIX_LEVELS=31 GPTQ_BATCHES=2 LOOP_FIRST=1 LOOP_LAYERS=1 LOOP_TIMES=3"
     objs = []
     for columns in ("0", "8"):
@@ -133,11 +125,8 @@ def test_awq_rounds_the_most_salient_columns_finer(knobs, monkeypatch):
         objs.append(train_record.deserialize(artifact, ""))
     inputs, saliency = inputs_of_layers(gpt, 2), {}
     for name in [name for name in inputs if name.startswith("blocks.")]:
-        x, weight = inputs[name], gpt.state_dict()[name]
-        for start in range(0, weight.size(1), 8):
-            columns = range(start, start + 8)
-            sizes = [x[:, c].square().mean() ** 0.5 * weight[:, c].abs().mean() for c in columns]
-            saliency[name, start] = sum(sizes)
+        sizes = inputs[name].square().mean(0) ** 0.5 * gpt.state_dict()[name].abs().mean(0)
+        saliency |= {(name, 8 * i): sum(part) for i, part in enumerate(sizes.split(8))}
     name, start = max(saliency, key=saliency.get)
     assert objs[1]["awq"] == [(name, start, start + 8, 4)] and "awq" not in objs[0]
     plain, finer = map(dequantize_state_dict_int8, objs)

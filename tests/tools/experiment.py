@@ -9,7 +9,6 @@ knobs of the environment. After Ctrl-C or --minutes, the same command goes on.
 
 Exit code 0: better. 1: not, or not yet. 2: an error. 130: stopped. Needs pip install scipy."""
 
-import argparse
 import difflib
 import fcntl
 import hashlib
@@ -22,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
@@ -156,8 +155,7 @@ class Experiment:
         self.row |= {name: f"{number:.5f}" for name, number in numbers.items()}
         self.row["evidence"] = f"{anytime.evidence(self.gains, self.args.by):.3g}"
         self.row["verdict"] = anytime.verdict(self.gains, self.args.by)
-        self.row["unit"] = self.unit
-        self.row["pairs"] = str(len(self.gains))
+        self.row |= {"unit": self.unit, "pairs": str(len(self.gains))}
         if not self.gains:
             return
         times = [pair[1].result()["ms_per_step"] for pair in self.pairs[: len(self.gains)]]
@@ -258,13 +256,11 @@ def prepare(args: Namespace) -> Experiment:
 
 def main(arguments: list[str] | None = None) -> int:
     printable()
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--quick", action="store_true", help="150 steps, as in README.md")
     add("--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE")
-    script_help = "the script of both sides (default: train_gpt.py)"
-    add("--script", type=Path, default=SCRIPT, metavar="FILE", help=script_help)
+    add("--script", type=Path, default=SCRIPT, metavar="FILE", help="of both sides (train_gpt.py)")
     add("--base", type=Path, metavar="FILE", help="the baseline's script")
     add("--launch", default="", metavar="COMMAND", help='for example "torchrun --standalone"')
     add("--seeds", type=int, nargs="+", metavar="N", help="train exactly these pairs")
@@ -272,8 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--by", type=float, default=0.005, help="gain that counts (default: 0.005)")
     add("--jobs", type=int, metavar="N", help="runs at a time (default: one per GPU or core)")
     add("--out", type=Path, default=Path("out/experiments"), metavar="FOLDER")
-    minutes_help = "stop then, with the verdict so far"
-    add("--minutes", type=float, default=math.inf, metavar="N", help=minutes_help)
+    add("--minutes", type=float, default=math.inf, metavar="N", help="stop training after that")
     args = parser.parse_args(arguments)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup sets that
@@ -286,6 +281,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped: the same command goes on from here", file=sys.stderr)
         return 130
+    except SyntaxError as error:  # it names the copy of the script, and the line
+        print(f"experiment.py: {error}: name a train_gpt.py without errors", file=sys.stderr)
     except (ValueError, OSError, SystemExit) as error:
         print(f"experiment.py: {error}", file=sys.stderr)
     except Exception:
