@@ -47,8 +47,7 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
     validation = open_split(script, gpt, runtime)
     is_artifact = runtime.rank == 0 and path.read_bytes()[:2] != b"PK"  # as torch.save begins
     runtime.log(f"score:{path}")
-    if runtime.rank == 0:
-        runtime.log.open(validation.hp, runtime.source)
+    runtime.from_rank_0(lambda: runtime.log.open(validation.hp, runtime.source))
     started = time.perf_counter()
     losses = script.final_losses(script.wrap(gpt, runtime.compiled), validation, runtime)
     loss = script.mean_loss(losses, runtime)
