@@ -41,12 +41,6 @@ def test_a_gain_of_two_deviations_is_found():
     assert 0.45 < share_called_better(limits[:7] + [math.inf] * 22, 2.0) < 0.75
 
 
-def test_quantiles():
-    table = {3: 20.2, 4: 10.9, 5: 8.0, 6: 6.8, 8: 5.5, 10: 5.0, 15: 4.4, 30: 4.0}
-    assert {n: round(quantile(n), 1) for n in table} == table
-    assert quantile(1) == quantile(2) == math.inf
-
-
 @pytest.mark.parametrize("n, t", [(2, -3), (3, 25), (6, 1), (30, 15)])
 def test_the_evidence_is_a_ratio_of_densities(n, t):
     gains = np.linspace(-1, 1, n)

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, SCRIPT, finished, run_here, run_ranks
-from trained import load_script
+from runs import ROOT, SCRIPT, finished, run_ranks
+from trained import RECORD
 
 PACK = ROOT / "tests" / "tools" / "pack.py"
 MODULE = """\
@@ -25,22 +25,16 @@ def run(folder: Path, *command: str | Path, **environ: str) -> subprocess.Comple
     return subprocess.run([sys.executable, *command], text=True, **settings)
 
 
-def test_a_minified_script_trains_on_two_ranks(tmp_path, knobs):
+@pytest.mark.parametrize("script", [SCRIPT, pytest.param(RECORD, marks=pytest.mark.baseline)])
+def test_a_minified_script_scores_on_two_ranks_as_the_script(tmp_path, knobs, script):
     packed = tmp_path / "packed.py"
-    result = run(tmp_path, PACK, "--minify", SCRIPT, packed)
+    result = run(tmp_path, PACK, "--minify", script, packed)
     assert result.stdout.endswith(f"packed.py: {packed.stat().st_size} bytes\n")
-    lines = finished(run_ranks(tmp_path, knobs, 2, [packed])[0])
-    assert f"Code size: {packed.stat().st_size} bytes" in lines
-    assert packed.stat().st_size < 0.3 * SCRIPT.stat().st_size
-
-
-@pytest.mark.baseline
-def test_a_minified_record_scores_as_the_record(tmp_path, knobs):
-    script, packed = ROOT / "tests/records/train_record.py", tmp_path / "packed.py"
-    run(tmp_path, PACK, "--minify", script, packed).check_returncode()
-    environ = {**knobs, "XSA_LAYERS": "1", "SKIP_GATES": "1"}
-    runs = [run_here(tmp_path / path.stem, environ, load_script(path)) for path in (script, packed)]
-    assert finished(runs[0])[-1] == finished(runs[1])[-1]
+    environ = {**knobs, "XSA_LAYERS": "1", "SKIP_GATES": "1"}  # knobs of the record script
+    logs = [finished(run_ranks(tmp_path, environ, 2, [path])[0]) for path in (packed, script)]
+    assert logs[0][-1] == logs[1][-1]
+    assert f"Code size: {packed.stat().st_size} bytes" in logs[0]
+    assert packed.stat().st_size < 0.3 * script.stat().st_size
 
 
 def test_a_minified_module_can_be_inspected(tmp_path):
@@ -66,19 +60,14 @@ def test_a_script_may_have_a_byte_order_mark_or_a_coding_line(tmp_path):
     (tmp_path / "bom.py").write_text(text.format("utf-8"), encoding="utf-8-sig")
     (tmp_path / "latin.py").write_text(text.format("latin-1"), encoding="latin-1")
     for script in ("bom.py", "latin.py"):
-        for more in ([], ["--minify"]):
-            run(tmp_path, PACK, script, "packed.py", *more).check_returncode()
-            assert run(tmp_path, "-X", "utf8", "packed.py").stdout == "é\n"
-
-
-PROGRAMS = (
-    "bench_step", "compare_runs", "demo_curve", "experiment", "forecast", "gpu_report", "pack",
-)  # fmt: skip
+        run(tmp_path, PACK, script, "packed.py").check_returncode()
+        assert run(tmp_path, "-X", "utf8", "packed.py").stdout == "é\n"
 
 
 def test_help_needs_no_docstrings(tmp_path):
     """With PYTHONOPTIMIZE=2 there are none."""
-    tools = [str(PACK.with_name(f"{name}.py")) for name in PROGRAMS]
+    programs = (path for path in PACK.parent.glob("*.py") if "\nif __name__" in path.read_text())
+    tools = [*map(str, programs)]
     program = f"""
 import runpy, sys
 for path in {tools}:
@@ -104,7 +93,6 @@ def test_a_name_that_stdout_cannot_show_is_escaped(tmp_path, tool, arguments):
 
 
 def test_an_error_writes_nothing(tmp_path):
-    """A missing script, a broken one, and one that would be its own copy."""
     (tmp_path / "broken.py").write_text("(")
     for script, packed, words in [
         ("none.py", "packed.py", "'none.py' is not a file"),

@@ -6,12 +6,12 @@
 Knobs come from the environment. Both have the same weights, random tokens and dtype. They take
 turns, so that other load on the machine slows both. The last line, the ratio, is the result."""
 
-import argparse
 import os
 import statistics
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,13 +65,10 @@ def list_kernels(step: Callable, device: torch.device) -> list[str]:
 
 
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
-    flash_help = "use FlashAttention on Hopper, too"
-    parser.add_argument("--without-cudnn", action="store_true", help=flash_help)
-    kernels_help = "list the ten that take most time"
-    parser.add_argument("--kernels", action="store_true", help=kernels_help)
+    parser.add_argument("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
+    parser.add_argument("--kernels", action="store_true", help="list the ten that take most time")
     args = parser.parse_args()
     if args.without_cudnn:
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]

@@ -12,10 +12,10 @@ tested, or an argument or a file is wrong. 3: nothing to draw.
 
 Needs pip install scipy matplotlib."""
 
-import argparse
 import math
 import os
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -258,8 +258,7 @@ def draw(groups: list[Group]) -> Figure:
 # ---- command line --------------------------------------------------------------------------------
 def main(arguments: list[str] | None = None) -> NoReturn:
     printable()
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     logs_help = "runs to show (default: the newest log in logs/, with a picture next to it)"
     parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help=logs_help)
     parser.add_argument("--baseline", nargs="+", type=Path, metavar="LOG")

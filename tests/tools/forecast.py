@@ -6,9 +6,9 @@
 Builds the model of the script and the knobs, fills it with Gaussian values, exports it, and packs
 the script as `pack.py --minify` does. Exit code 0: it fits. 1: it does not."""
 
-import argparse
 import os
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import pack
 import torch
@@ -18,11 +18,9 @@ from trained import existing_file, load_script, printable
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     printable()
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("script", type=existing_file, nargs="?", default="train_gpt.py")
-    std_help = "standard deviation of the weights (0.3); without effect on clips in deviations"
-    parser.add_argument("--std", type=float, default=0.3, help=std_help)
+    parser.add_argument("--std", type=float, default=0.3, help="weights' standard deviation (0.3)")
     args = parser.parse_args(arguments)
     script = load_script(args.script)
     code = pack.pack(pack.minify(pack.read_source(args.script))).encode()

@@ -5,11 +5,11 @@
 packed.py runs, also under torchrun, and can be imported. The "Code size" in its log is its own.
 --minify removes comments and docstrings first."""
 
-import argparse
 import ast
 import base64
 import importlib.util
 import lzma
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from trained import existing_file, printable
@@ -53,8 +53,7 @@ def pack(source: str) -> str:
 
 def main() -> None:
     printable()
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("script", type=existing_file)
     parser.add_argument("packed", type=Path, help="the file to write")
     parser.add_argument("--minify", action="store_true", help="remove comments and docstrings")
