@@ -9,20 +9,11 @@ import sys
 import textwrap
 
 import pytest
+import runs
 import torch
 import train_record
 from edits import EDITS, README, TECHNIQUES, TOGETHER, edit_script
-from runs import (
-    ALONE,
-    ROOT,
-    SCRIPT,
-    failed,
-    finished,
-    process_environ,
-    run_here,
-    run_ranks,
-    same_models,
-)
+from runs import ALONE, ROOT, SCRIPT, failed, finished, run_here
 from torch import nn
 from trained import load_script
 
@@ -30,26 +21,20 @@ import train_gpt
 from train_gpt import CausalSelfAttention, Hyperparameters, train_step
 
 
-@pytest.fixture
-def hp(knobs, tmp_path) -> Hyperparameters:
-    return Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(tmp_path)})
-
-
 def dead_parameters() -> None:
-    """The MLP has parameters that the loss does not depend on."""
+    """The MLP has a matrix that the loss does not depend on."""
 
     class DeadMLP(train_gpt.MLP):
         def __init__(self, hp: train_gpt.Hyperparameters) -> None:
             super().__init__(hp)
-            self.dead = torch.nn.Parameter(torch.zeros(3))
-            self.dead_matrix = torch.nn.Parameter(torch.zeros(3, 4))
+            self.dead = nn.Parameter(torch.zeros(3, 4))
 
     train_gpt.MLP = DeadMLP
 
 
 def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs):
     """Before DistributedDataParallel refuses a second step."""
-    for result in run_ranks(tmp_path, knobs, 2, edit=dead_parameters):
+    for result in runs.run_ranks(tmp_path, knobs, 2, edit=dead_parameters):
         assert failed(result, "blocks.0.mlp.dead got no gradient")
 
 
@@ -76,18 +61,19 @@ class Factored(torch.optim.Optimizer):
             p.sub_(0.01 * p.grad / rows.sqrt())
 
 
-def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(hp, monkeypatch):
+def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(
+    tmp_path, knobs, monkeypatch
+):
     def build_optimizers(gpt, compiled, build=train_gpt.build_optimizers):
         adam, muon = build(gpt, compiled)
         return [Factored(adam.param_groups, {}), muon]
 
     monkeypatch.setattr(train_gpt, "CausalSelfAttention", BiasedAttention)
     monkeypatch.setattr(train_gpt, "build_optimizers", build_optimizers)
+    hp = Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(tmp_path)})
     bf16 = dataclasses.replace(ALONE, dtype=torch.bfloat16)
-    whole, resumed = (
-        train_gpt.TrainingState(hp, bf16),
-        train_gpt.TrainingState(dataclasses.replace(hp, resume="auto"), bf16),
-    )
+    whole = train_gpt.TrainingState(hp, bf16)
+    resumed = train_gpt.TrainingState(dataclasses.replace(hp, resume="auto"), bf16)
     train_gpt.warm_up(whole)  # an error if the bias has no effect
     for step in range(4):
         train_step(whole)
@@ -112,8 +98,7 @@ def test_the_edits_fit_the_script(names):
     source, edited = SCRIPT.read_text(), edit_script(SCRIPT.read_text(), names)
     assert ast.dump(ast.parse(edited)) != ast.dump(ast.parse(source))
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=F821", "-"]
-    result = subprocess.run(command, input=edited, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    subprocess.run(command, input=edited, text=True, check=True)
 
 
 @pytest.mark.baseline
@@ -140,7 +125,7 @@ def test_a_copied_technique_equals_its_knob_bit_for_bit(tmp_path, knobs, names):
     own = {knob: value for name in names for knob, value in TECHNIQUES[name].items()}
     by_hand = finished(run_here(tmp_path / "a", knobs, load_script(edited)))
     by_knob = finished(run_here(tmp_path / "b", {**knobs, **own}, train_record))
-    assert same_models(tmp_path / "a", tmp_path / "b")
+    assert runs.same_models(tmp_path / "a", tmp_path / "b")
     assert by_hand[-1] == by_knob[-1]
 
 
@@ -153,5 +138,5 @@ def test_tests_that_are_not_baseline_stay_green(tmp_path, names):
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=keep)
     (copy / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), names))
     command = [sys.executable, "-m", "pytest", "tests", "-q", "-m", "not baseline and not records"]
-    result = subprocess.run(command, cwd=copy, env=process_environ({}), capture_output=True)
+    result = subprocess.run(command, cwd=copy, env=runs.process_environ({}), capture_output=True)
     assert result.returncode == 0, result.stdout.decode()[-3000:]

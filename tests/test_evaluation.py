@@ -109,14 +109,10 @@ def is_right(sp: sentencepiece.SentencePieceProcessor, documents: list[list[int]
     return train_gpt.retokenizes(sp, np.array(sum(documents, []), dtype=np.uint16))
 
 
-WORDS = {word for text in TEXTS for word in text.split() if word.isalpha()}
-
-
-@pytest.mark.parametrize("texts", [TEXTS[:5], [max(TEXTS, key=len)], sorted(WORDS)[::20]])
+@pytest.mark.parametrize("texts", [TEXTS[:5], [max(TEXTS, key=len)]])
 @pytest.mark.parametrize("settings", [{}, {"model_type": "unigram", "add_dummy_prefix": True}])
 def test_another_tokenizer_of_the_same_size_is_noticed(settings, texts):
-    """The right one is not, whatever its kind, even if the only document was cut. Another one
-    splits a word otherwise, but rarely in its first half."""
+    """The right one is not, whatever its kind, even if the only document was cut."""
     right, other = (
         sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer(**settings, **more))
         for more in ({}, {"sentence_iterator": iter(TEXTS[0].splitlines())})

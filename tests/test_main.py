@@ -6,27 +6,18 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import zlib
 from dataclasses import asdict, fields, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import runs
 import torch
-from runs import (
-    ALONE,
-    SCRIPT,
-    Lines,
-    failed,
-    finished,
-    run_here,
-    run_ranks,
-    same_models,
-    scores,
-    start_in_terminal,
-)
+from runs import ALONE, SCRIPT, Lines, failed, finished, run_here, scores
+from texts import TEXTS, train_tokenizer
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters
@@ -47,7 +38,7 @@ def log_file(folder: Path) -> tuple[str, str]:
 def single(tmp_path_factory, knobs) -> tuple[Path, str, str]:
     """Folder, log and terminal of a run in its own process."""
     folder = tmp_path_factory.mktemp("single")
-    process, master = start_in_terminal(folder, knobs, [sys.executable, SCRIPT])
+    process, master = runs.start_in_terminal(folder, knobs, [sys.executable, SCRIPT])
     shown = b""
     with contextlib.suppress(OSError):  # on Linux at the end of the run
         while wait([master], timeout=240) and (part := os.read(master, 4096)):
@@ -68,21 +59,13 @@ def test_help_shows_all_knobs_and_starts_nothing(tmp_path, argument):
     assert list(tmp_path.iterdir()) == []
 
 
-def close_the_pipe() -> None:
-    """stdout is a pipe without a reader, as after `| head -1`, of a process without ranks."""
-    reader, writer = os.pipe()
-    os.dup2(writer, 1)
-    os.close(reader)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    del os.environ["RANK"]
-
-
 def test_after_the_end_of_a_pipe_a_run_goes_on_and_help_ends(tmp_path, knobs):
-    (run,) = run_ranks(tmp_path, knobs, 1, edit=close_the_pipe)
-    assert (run.returncode, run.stderr) == (0, "")
+    settings = {"cwd": tmp_path, "env": runs.process_environ({**knobs, "ITERATIONS": "0"})}
+    for argument, code in (("", 0), ("--help", 128 + signal.SIGPIPE)):
+        line = f"{sys.executable} {SCRIPT} {argument} | true; exit ${{PIPESTATUS[0]}}"
+        result = subprocess.run(["bash", "-c", line], **settings, capture_output=True)
+        assert (result.returncode, result.stderr) == (code, b"")
     assert "\nfinal_int8_zlib_roundtrip_exact " in log_file(tmp_path)[1]
-    (shown,) = run_ranks(tmp_path, {}, 1, [SCRIPT, "--help"], edit=close_the_pipe)
-    assert (shown.returncode, shown.stderr) == (-signal.SIGPIPE, "")
 
 
 def test_another_argument_is_an_error(tmp_path):
@@ -100,24 +83,23 @@ def test_a_terminal_has_a_status_line_and_the_log_file_has_not(single):
     assert "".join(part for part in parts if part.endswith("\n")) == log
     statuses = [part for part in parts if part and not part.endswith("\n")]
     assert max(map(len, statuses)) < 80
-    for pattern in (
-        "warm-up: step 2 of 2",
-        "window 32 of 46",
-        r"\d\.\d min left, [\d,]+ tokens/s, step:1/6",
-    ):
-        assert [text for text in statuses if re.search(pattern, text)], (pattern, statuses)
+    rest = r"\d\.\d min left, [\d,]+ tokens/s, step:1/6"
+    for pattern in ("warm-up: step 2 of 2", "window 32 of 46", rest):
+        assert re.search(pattern, " ".join(statuses)), (pattern, statuses)
 
 
-def test_warnings_of_an_unused_gpu_and_a_wrong_tokenizer(knobs, monkeypatch):
-    """(test_hyperparameters.py shows that they come at the start and next to the score.)"""
-    hp = Hyperparameters.from_env({**knobs, "DEVICE": "auto"})
-    gpu = "WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi\n"
-    bpb = "WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer\n"
-    for version, is_right, wanted in ((None, True, ""), ("13.0", True, gpu), (None, False, bpb)):
-        monkeypatch.setattr(torch.version, "cuda", version)
-        runtime = replace(ALONE, log=Lines())
-        train_gpt.log_warnings(SimpleNamespace(hp=hp, is_tokenizer_right=is_right), runtime)
-        assert runtime.log.text == wanted
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_warnings_of_a_wrong_tokenizer_and_an_unused_gpu(tmp_path, knobs, monkeypatch, cuda):
+    """At the start and next to the score. A torch for the CPU is meant to run there."""
+    path = tmp_path / "other.model"
+    path.write_bytes(train_tokenizer(sentence_iterator=iter(TEXTS[0].splitlines())))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    environ = {**knobs, "TOKENIZER_PATH": str(path), "DEVICE": "auto", "ITERATIONS": "0"}
+    lines = finished(run_here(tmp_path, environ))
+    warned = [line for line in lines if line.startswith("WARNING")]
+    words = ["TOKENIZER_PATH", "GPU"] if cuda else ["TOKENIZER_PATH"]
+    assert all(word in line for word, line in zip(2 * words, warned, strict=True))
 
 
 # ---- the log and the files -----------------------------------------------------------------------
@@ -201,7 +183,7 @@ def test_the_console_shows_the_log_and_a_warm_up_changes_no_bit(single, tmp_path
     lines = finished(result)
     assert result.stdout == log_file(tmp_path)[1]
     assert not any(line.startswith("warmup_step:") for line in lines)
-    assert same_models(tmp_path, single[0])
+    assert runs.same_models(tmp_path, single[0])
 
 
 def test_the_sizes_are_those_of_the_files(single):
@@ -256,25 +238,20 @@ def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
 
 # ---- how a run ends ------------------------------------------------------------------------------
 def print_rank() -> None:
-    """Print in the warm-up, to an ASCII stdout that, as a pipe's, keeps lines until a flush."""
+    """Print to an ASCII stdout that, as a pipe's, keeps lines until a flush."""
     sys.stdout.reconfigure(encoding="ascii", line_buffering=False, write_through=False)
-
-    def warm_up(state, warm_up=train_gpt.warm_up):
-        print("from rank", state.runtime.rank)
-        warm_up(state)
-
-    train_gpt.warm_up = warm_up
+    print("from rank", os.environ["RANK"])
 
 
 def test_what_any_rank_prints_is_not_lost(tmp_path, knobs):
     """Python keeps it until it exits. With PYTHONIOENCODING=ascii, other letters are escaped."""
     environ = {**knobs, "ITERATIONS": "0", "RUN_ID": "\xe9"}
-    results = run_ranks(tmp_path, environ, 2, edit=print_rank)
+    results = runs.run_ranks(tmp_path, environ, 2, edit=print_rank)
     assert [f"from rank {rank}\n" in results[rank].stdout for rank in (0, 1)] == [True, True]
     assert "logs/\\xe9.txt" in finished(results[0])
 
 
-@pytest.mark.parametrize("broken", ["validate", "export", "load_weights"])
+@pytest.mark.parametrize("broken", ["validate", "export"])
 def test_weights_and_knobs_are_on_the_disk_before_anything_can_fail(
     tmp_path, knobs, monkeypatch, broken
 ):
@@ -297,45 +274,29 @@ def test_weights_and_knobs_are_on_the_disk_before_anything_can_fail(
     gpt.load_state_dict(torch.load(tmp_path / MODEL, weights_only=True))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_loss_that_is_not_finite_ends_the_training(tmp_path, knobs, monkeypatch, value):
+@pytest.mark.parametrize("step, value", [(1, torch.nan), (4, torch.inf)])
+def test_a_loss_that_is_not_finite_ends_the_training(tmp_path, knobs, monkeypatch, step, value):
+    """The first loss is of the initial weights: it blames no learning rate."""
+
     def train_step(state, train_step=train_gpt.train_step):
-        return train_step(state) + (value if state.step == 3 else 0)
+        return train_step(state) + (value if state.step + 1 == step else 0)
 
     monkeypatch.setattr(train_gpt, "train_step", train_step)
     result = run_here(tmp_path, knobs)
-    failed(result, f"train_loss is {value}: set lower learning rates")
-    assert result.stdout.splitlines()[-1].startswith(f"step:4/6 train_loss:{value} ")
+    assert ("learning rate" in failed(result, f"train_loss is {value}: ")) == (step > 1)
+    assert result.stdout.splitlines()[-1].startswith(f"step:{step}/6 train_loss:{value} ")
 
 
-def test_a_first_loss_that_is_not_finite_blames_no_learning_rate(tmp_path, knobs, monkeypatch):
-    """It is of the initial weights."""
-
-    def train_step(state, train_step=train_gpt.train_step):
-        return train_step(state) + torch.nan
-
-    monkeypatch.setattr(train_gpt, "train_step", train_step)
-    assert "learning" not in failed(run_here(tmp_path, knobs), "train_loss is nan", "no update")
-
-
-def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knobs, monkeypatch):
-    def train_step(state, train_step=train_gpt.train_step):
-        loss = train_step(state)
-        torch.nn.init.constant_(state.gpt.tok_emb.weight, torch.nan)
-        return loss
-
-    monkeypatch.setattr(train_gpt, "train_step", train_step)
-    result = run_here(tmp_path, {**knobs, "ITERATIONS": "1", "WARMUP_STEPS": "0"})
+def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knobs):
+    huge = {"SCALAR_LR": "3e38", "ITERATIONS": "1", "WARMDOWN_ITERS": "0"}
+    result = run_here(tmp_path, {**knobs, **huge})
     assert (result.returncode, result.stderr) == (1, "")
     assert result.stdout.splitlines()[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:nan")
     assert (tmp_path / ARTIFACT).is_file()
-
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
-
-    result = json.loads((tmp_path / RESULT).read_text(), parse_constant=refuse)
-    assert result["val_loss"] is None and result["pre_quant_val_bpb"] is None
-    assert result["steps"] == 1
+    text = (tmp_path / RESULT).read_text()
+    assert "NaN" not in text  # which is not JSON
+    result = json.loads(text)
+    assert (result["val_loss"], result["pre_quant_val_bpb"], result["steps"]) == (None, None, 1)
 
 
 # ---- how a run ends before it begins -------------------------------------------------------------

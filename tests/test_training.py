@@ -77,17 +77,12 @@ def test_gradients_are_all_reduced_once_a_step(ranks):
     assert not any(rank["sends_buffers"] for rank in ranks)
 
 
-def test_ranks_end_with_the_same_bits(ranks):
-    for rank in ranks[1:]:
-        assert_close(rank["weights"], ranks[0]["weights"], 0.0)
-        assert rank["losses"] == ranks[0]["losses"]
-
-
 def test_world_sizes_agree_to_rounding(ranks, alone):
-    assert ranks[0]["losses"] == pytest.approx(alone["losses"], abs=2e-3)
     assert alone["losses"][-1] < alone["losses"][0] - 0.3  # there was something to agree about
     assert_close(ranks[0]["weights"], alone["weights"], 0.02)
     for rank in ranks:
+        assert_close(rank["weights"], ranks[0]["weights"], 0.0)
+        assert rank["losses"] == pytest.approx(alone["losses"], abs=2e-3)
         assert rank["validation"] == pytest.approx(alone["validation"], abs=2e-3)
 
 
