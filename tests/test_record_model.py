@@ -221,22 +221,19 @@ def test_flash_attention_agrees_with_the_mask(longest, monkeypatch):
     torch.testing.assert_close(y, expected)
 
 
-def cut_plainly(rows: list[list[int]], longest: int) -> tuple[list[int], list[list[int]]]:
-    """First tokens of the documents in all rows, and positions, by a loop over the tokens."""
-    starts, positions = [], []
-    for row, tokens in enumerate(rows):
-        positions.append([])
-        num_documents, length = 0, 0
-        for place, token in enumerate(tokens):
-            may_start = num_documents < max(len(tokens) // 32, 2)
-            is_first = place == 0 or (token == 1 and may_start)
-            num_documents += is_first
-            if is_first or length == longest:
-                starts.append(row * len(tokens) + place)
-                length = 0
-            positions[-1].append(length)
-            length += 1
-    return starts, positions
+def cut_plainly(rows: list[list[int]], longest: int) -> tuple[list[int], list[int]]:
+    """The number of each token's document, over all rows, and its position there."""
+    documents, positions, number = [], [], -1
+    for row in rows:
+        in_row = 0
+        for place, token in enumerate(row):
+            is_first = place == 0 or (token == 1 and in_row < max(len(row) // 32, 2))
+            in_row += is_first
+            is_cut = is_first or positions[-1] == longest - 1
+            number += is_cut
+            documents.append(number)
+            positions.append(0 if is_cut else positions[-1] + 1)
+    return documents, positions
 
 
 @pytest.mark.parametrize("size", [40, 192])  # of a row, which has two or six documents at most
@@ -247,12 +244,12 @@ def test_documents_are_cut_as_by_a_plain_loop(size, longest):
     rows[1, [1, 97]] = 1
     rows[2, ::8] = 1
     rows, most = rows[:, :size], max(size // 32, 2)
-    starts, positions = cut_plainly(rows.tolist(), longest)
+    plain = cut_plainly(rows.tolist(), longest)
+    documents, positions = (torch.tensor(part).view(4, size) for part in plain)
     (bounds, _), found = train_record.find_documents(rows, longest, is_flash=True)
+    starts = [i for i, position in enumerate(plain[1]) if position == 0]
     assert {*bounds.tolist()} == {*starts, rows.numel()} and bounds.dtype == torch.int32
-    assert found.tolist() == positions and len(bounds) == 4 * (most + (size - 1) // longest) + 1
-    documents = torch.tensor([sum(start <= i for start in starts) for i in range(rows.numel())])
-    documents = documents.view(4, -1)
-    (mask, _), found = train_record.find_documents(rows, longest, is_flash=False)
+    assert len(bounds) == 4 * (most + (size - 1) // longest) + 1
+    (mask, _), found_too = train_record.find_documents(rows, longest, is_flash=False)
     assert torch.equal(mask[:, 0], (documents[:, :, None] == documents[:, None]).tril())
-    assert found.tolist() == positions
+    assert torch.equal(found, positions) and torch.equal(found_too, positions)

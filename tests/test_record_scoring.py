@@ -250,14 +250,9 @@ def test_score_gives_the_same_on_one_rank_and_on_two(tmp_path, gpt, lora_knobs, 
     environ |= read("LORA_DOCUMENTS=2 LORA_PHASES=2 LORA_PHASE_DOCUMENTS=2 LORA_PHASE_LR=0.1")
     results = run_ranks(tmp_path, environ, 2, [score.__file__, weights], edit=take_short_steps)
     results.append(run_here(tmp_path, environ, score, [weights]))
-    results.append(run_here(tmp_path, {**environ, "LORA_PHASE_LR": "0"}, score, [weights]))
     assert all(result.returncode == 0 for result in results), results
-    assert "\nlora_ttt: LORA_RANK=4 LORA_LR=0.0005 " in results[0].stdout
-    two, one, constant = (
-        scores(result.stdout.splitlines()[-1])[0] for result in results if result.stdout
-    )
-    assert two == pytest.approx(one, abs=1e-5) and abs(one - constant) > 0.001
-    assert constant == pytest.approx(plain_loss(gpt, split(tokens[: 7 * T + 1]), 5e-4), abs=1e-5)
+    two, one = (scores(result.stdout.splitlines()[-1])[0] for result in (results[0], results[2]))
+    assert two == pytest.approx(one, abs=1e-5)
 
 
 # ---- Hints ---------------------------------------------------------------------------------------

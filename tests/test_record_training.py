@@ -19,6 +19,7 @@ from sentencepiece import SentencePieceProcessor
 from texts import TEXTS, write_shard
 from torch import nn
 from torch._dynamo.utils import counters
+from train_record import ShuffledTokenLoader, TrainingState
 
 import train_gpt
 
@@ -160,94 +161,87 @@ def test_muon_scales_the_rows_in_fp32():
     muon.newton_schulz = lambda stack, steps: inputs.append(stack) or stack
     muon.step()
     rows = param.grad / param.grad.norm(dim=1, keepdim=True)
-    assert inputs[0].dtype == torch.bfloat16
-    assert torch.equal(inputs[0][0], rows.bfloat16())
-    late = param.grad.bfloat16()  # dividing after the cast rounds twice
-    assert not torch.equal(inputs[0][0], late / late.norm(dim=1, keepdim=True))
+    assert torch.equal(inputs[0][0], rows.bfloat16())  # after the cast, to divide rounds twice
     assert torch.equal(param.detach(), -rows.bfloat16().float())
 
 
 def test_the_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path):
-    write_shard(tmp_path / "fineweb_train_0.bin", range(50))  # six sequences of eight and a target
-    write_shard(tmp_path / "fineweb_train_1.bin", range(100, 105))  # too short for one
-    write_shard(tmp_path / "fineweb_train_2.bin", range(200, 281))  # ten
-    hp = from_env({"SHUFFLE": "1", "DATA_PATH": str(tmp_path)})
+    write_shard(tmp_path / "0.bin", range(50))  # six sequences of eight and a target
+    write_shard(tmp_path / "1.bin", range(100, 105))  # too short for one
+    write_shard(tmp_path / "2.bin", range(200, 281))  # ten
 
-    def steps(world_size: int, seed: int) -> list[list[int]]:
+    def steps(world_size: int, seed: int = 1) -> list[list[int]]:
         """The first tokens of each step's sequences: two epochs of two steps of four slots."""
-        ranks = range(world_size)
-        loaders = [train_record.open_loader(hp, rank, world_size, "cpu", seed) for rank in ranks]
+        place = (world_size, "cpu")
+        loaders = [ShuffledTokenLoader(f"{tmp_path}/*", i, *place) for i in range(world_size)]
         result = []
         for _ in range(4):
-            turns = 4 // world_size * loaders
-            batches = [loader.next_batch(64, 8, 4 // world_size) for loader in turns]
-            for inputs, targets in batches:
+            result.append([])
+            for loader in 4 // world_size * loaders:
+                loader.seed = seed
+                inputs, targets = loader.next_batch(64, 8, 4 // world_size)
                 assert torch.equal(targets, inputs + 1)
                 assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
-            result.append([int(row[0]) for inputs, _ in batches for row in inputs])
+                result[-1] += inputs[:, 0].tolist()
         return result
 
-    first, second, third, fourth = steps(1, seed=1)
+    first, second, third, fourth = steps(1)
     starts = [*range(0, 48, 8), *range(200, 280, 8)]
     assert sorted(first + second) == sorted(third + fourth) == starts
     assert starts != first + second != third + fourth
-    with pytest.raises(train_record.InputError, match="no train shard has 99 tokens"):
-        train_record.open_loader(hp, 0, 1, "cpu").next_batch(99, 99, 1)
-    assert steps(2, seed=1) == steps(4, seed=1) == [first, second, third, fourth]
+    assert steps(2) == steps(4) == [first, second, third, fourth]
     assert steps(1, seed=2)[0] != first
+    with pytest.raises(train_record.InputError, match="no train shard has 99 tokens"):
+        ShuffledTokenLoader(f"{tmp_path}/*", 0, 1, "cpu").next_batch(99, 99, 1)
 
 
 def test_the_average_counts_each_step_by_its_age(knobs):
-    state = train_record.new_state(from_env({**knobs, "EMA_DECAY": "0.5"}), ALONE)
+    """A run that is resumed without an average begins with its weights."""
+    state = TrainingState(from_env({**knobs, "EMA_DECAY": "0.5"}), ALONE)
     for state.step, value in enumerate((7.0, 3.0, 1.0), start=1):
         nn.init.constant_(state.gpt.tok_emb.weight, value)
         state.update_ema()
     average = state.ema["tok_emb.weight"].unique().tolist()
     assert average == pytest.approx([(7 / 4 + 3 / 2 + 1) / (1 / 4 + 1 / 2 + 1)])
-
-
-def test_loops_begin_and_learning_rates_end_at_their_fractions_of_the_run(
-    tmp_path, knobs, monkeypatch
-):
-    """The warm-up takes steps with loops, at the full rates."""
-    found = []  # number of layers and learning-rate multiplier, in each step
-
-    def train_step(state, train_step=train_record.train_step):
-        group = state.optimizers[0].param_groups[0]
-        found.append((len(state.gpt.order), round(group["lr"] / group["base_lr"], 6)))
-        return train_step(state)
-
-    monkeypatch.setattr(train_record, "train_step", train_step)
-    loops = "ITERATIONS=6 WARMUP_STEPS=4 LOOP_LAYERS=2 LOOP_FROM=0.5 LOOP_TIMES=2"
-    environ = {**knobs, **read(f"{TINY} {loops} WARMDOWN_ITERS=4 MIN_LR=0.6")}
-    finished(run_here(tmp_path, environ, train_record))
-    numbers, factors = zip(*found, strict=True)
-    assert numbers == (3, 3, 7, 7, 3, 3, 3, 7, 7, 7)
-    assert factors == (1, 1, 1, 1, 1, 1, 1, 0.75, 0.6, 0.6)
+    state.load_state_dict({**state.state_dict(), "ema": {}})
+    state.update_ema()
+    assert state.ema["tok_emb.weight"].unique().tolist() == [1]
 
 
 @pytest.mark.parametrize("whole", ["0", "1"])
-def test_the_context_grows_during_the_run(tmp_path, knobs, whole, monkeypatch):
-    """Each step reads the same tokens: the first has the loss of a run with the first length.
-    Validation and calibration see whole sequences."""
-    seen = {True: [], False: []}  # width of a row and longest document, by training
+def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
+    tmp_path, knobs, whole, monkeypatch
+):
+    """The warm-up visits all stages, at the full rates. Validation and calibration see whole
+    sequences. The first step has the loss of a run with the first context."""
+    steps, others = [], []
+
+    def train_step(state, train_step=train_record.train_step):
+        group = state.optimizers[0].param_groups[0]
+        steps.append([len(state.gpt.order), round(group["lr"] / group["base_lr"], 6)])
+        return train_step(state)
 
     def find_documents(ids, longest, is_flash, find_documents=train_record.find_documents):
-        seen[torch.is_grad_enabled()].append((ids.size(1), longest))
+        (steps[-1] if torch.is_grad_enabled() else others).append((ids.size(1), longest))
         return find_documents(ids, longest, is_flash)
 
+    monkeypatch.setattr(train_record, "train_step", train_step)
     monkeypatch.setattr(train_record, "find_documents", find_documents)
-    settings = f"{TINY} ITERATIONS=5 WARMUP_STEPS=4 VAL_LOSS_EVERY=5 GPTQ_BATCHES=1 DOCUMENT_MASK=1"
-    environ = {**knobs, **read(f"{settings} WHOLE_DOCUMENTS={whole}")}
+    settings = f"{TINY} DOCUMENT_MASK=1 WHOLE_DOCUMENTS={whole} WARMUP_STEPS=4 ITERATIONS=6"
+    settings += " LOOP_LAYERS=2 LOOP_FROM=0.5 LOOP_TIMES=2 WARMDOWN_ITERS=4 MIN_LR=0.6"
+    environ = {**knobs, **read(f"{settings} VAL_LOSS_EVERY=6 GPTQ_BATCHES=1")}
     losses = []
-    for changes in ("TRAIN_SEQ_LEN=8 ITERATIONS=1", "CONTEXT_GROWTH=0.25:0.3,0.5:0.6"):
-        seen |= {True: [], False: []}
-        log = "\n".join(finished(run_here(tmp_path, {**environ, **read(changes)}, train_record)))
-        losses += re.findall(r"step:1/.*train_loss:(\S+)", log)
-    assert losses[0] == losses[1] and len(losses) == 2
-    lengths = [8, 16, 32, 32, 8, 8, 16, 32, 32]  # the warm-up is at 0, 1/3, 2/3 and 1
-    assert seen[True] == [(128 if whole == "1" else n, n) for n in lengths for _ in range(2)]
-    assert {*seen[False]} == {(32, 32)}
+    for changes in ("TRAIN_SEQ_LEN=8", "CONTEXT_GROWTH=0.25:0.3,0.5:0.6"):
+        del steps[:], others[:]
+        result = run_here(tmp_path, {**environ, **read(changes)}, train_record)
+        losses += re.findall(r"step:1/.*train_loss:(\S+)", "\n".join(finished(result)))
+    assert losses[0] == losses[1]
+    numbers = (3, 3, 7, 7, 3, 3, 3, 7, 7, 7)  # of layers; the warm-up is at 0, 1/3, 2/3 and 1
+    factors = (1, 1, 1, 1, 1, 1, 1, 0.75, 0.6, 0.6)
+    contexts = (8, 16, 32, 32, 8, 8, 16, 16, 32, 32)
+    rows = [2 * [(128 if whole == "1" else length, length)] for length in contexts]
+    assert steps == [[*parts, *row] for *parts, row in zip(numbers, factors, rows, strict=True)]
+    assert {*others} == {(32, 32)}
 
 
 # ---- Whole records -------------------------------------------------------------------------------
