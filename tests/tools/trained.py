@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from sentencepiece import SentencePieceProcessor
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
@@ -72,6 +71,8 @@ def as_text(value: Any) -> str:
 def saved_facts(path: Path) -> dict[str, Any]:
     """Facts of the run that wrote this file: a checkpoint contains its knobs; other files need the
     final_result.json in the same folder. {} if there is none."""
+    import torch  # slow, and not all tools need it
+
     with contextlib.suppress(Exception):  # of any type: an artifact, or a damaged file
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads little
         return {"knobs": dict(saved["knobs"])}
