@@ -238,9 +238,14 @@ def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
 
 # ---- how a run ends ------------------------------------------------------------------------------
 def print_rank() -> None:
-    """Print to an ASCII stdout that, as a pipe's, keeps lines until a flush."""
+    """Print in the warm-up, to an ASCII stdout that, as a pipe's, keeps lines until a flush."""
     sys.stdout.reconfigure(encoding="ascii", line_buffering=False, write_through=False)
-    print("from rank", os.environ["RANK"])
+
+    def warm_up(state, warm_up=train_gpt.warm_up):
+        print("from rank", state.runtime.rank)
+        warm_up(state)
+
+    train_gpt.warm_up = warm_up
 
 
 def test_what_any_rank_prints_is_not_lost(tmp_path, knobs):
