@@ -1270,9 +1270,7 @@ def train(state: TrainingState, validation: Validation) -> int:
             state.stopwatch.pause()
             return 0  # a finished run is exported, whatever its loss
         if not math.isfinite(state.train_loss):
-            advice = "set lower learning rates"
-            if state.step == 1:
-                advice = "no update has happened, so look at the model's edits and at DTYPE"
+            advice = "check the model and DTYPE" if state.step == 1 else "set lower learning rates"
             raise InputError(f"train_loss is {state.train_loss}: {advice}")
         if signum > 0:
             return signum
@@ -1321,12 +1319,13 @@ def log_score(name: str, loss: float, ms: float, validation: Validation, runtime
 def move_older_files(hp: Hyperparameters, log: Log) -> None:
     """Move an older run's files, if any, to previous/, as a set: first of all its score."""
     paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
+    has_model = any(path.is_file() for path in paths[1:])  # else a lone score, whose model moved
     try:
         for path in paths:
             kept = path.parent / "previous" / path.name
             if path.is_file():
                 os.renames(path, kept)
-            elif paths[-1].is_file():  # else a lone result, whose model was moved before it
+            elif has_model:
                 kept.unlink(missing_ok=True)
     except OSError as error:
         log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
