@@ -130,10 +130,6 @@ def test_awq_rounds_the_most_salient_columns_finer(knobs, all_matrices):
     name, start = max(saliency, key=saliency.get)
     assert objs[1]["awq"] == [(name, start, start + 8, 4)] and "awq" not in objs[0]
     plain, finer = map(dequantize_state_dict_int8, objs)
-    values = objs[1]["quantized"][name].abs()
-    part = values[:, start : start + 8].amax()
-    values[:, start : start + 8] = 0
-    assert values.amax() <= 31 < part <= 124
     errors = [error_of(found, gpt, name, inputs[name]) for found in (plain, finer)]
     assert errors[1] < 0.95 * errors[0]
     assert all(torch.equal(plain[other], finer[other]) for other in plain if name[:13] not in other)
