@@ -230,7 +230,7 @@ def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
     settings += " LOOP_LAYERS=2 LOOP_FROM=0.5 LOOP_TIMES=2 WARMDOWN_ITERS=4 MIN_LR=0.6"
     environ = {**knobs, **read(f"{settings} VAL_LOSS_EVERY=6 GPTQ_BATCHES=1")}
     losses = []
-    for changes in ("TRAIN_SEQ_LEN=8", "CONTEXT_GROWTH=0.25:0.3,0.5:0.6"):
+    for changes in ("TRAIN_SEQ_LEN=8 ITERATIONS=1", "CONTEXT_GROWTH=0.25:0.3,0.5:0.6"):
         del steps[:], others[:]
         result = run_here(tmp_path, {**environ, **read(changes)}, train_record)
         losses += re.findall(r"step:1/.*train_loss:(\S+)", "\n".join(finished(result)))
