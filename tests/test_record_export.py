@@ -120,6 +120,7 @@ def test_awq_rounds_the_most_salient_columns_finer(knobs, all_matrices):
     for columns in ("0", "8"):
         gpt = random_model(train_record, {**knobs, **read(settings), "AWQ_COLUMNS": columns})
         gpt.blocks[1].mlp.proj.weight.data *= 0.9  # else the most salient, by its inputs' number
+        gpt.blocks[0].attn.proj.weight.data[:, 16:24] *= 4  # the largest weights, but small inputs
         gpt.blocks[2].attn.c_v.weight.data[:, 16:24] *= 3
         artifact, _ = train_record.export(gpt, gpt.hp, replace(ALONE, log=Lines()))
         objs.append(train_record.deserialize(artifact, ""))
