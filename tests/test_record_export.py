@@ -120,6 +120,7 @@ def test_awq_rounds_the_most_salient_columns_finer(knobs, all_matrices):
     for columns in ("0", "8"):
         gpt = random_model(train_record, {**knobs, **read(settings), "AWQ_COLUMNS": columns})
         gpt.blocks[1].mlp.proj.weight.data *= 0.9  # else the most salient, by its inputs' number
+        gpt.blocks[0].attn.proj.weight.data[:, 16:24] *= 4  # the largest weights, but small inputs
         gpt.blocks[2].attn.c_v.weight.data[:, 16:24] *= 3
         artifact, _ = train_record.export(gpt, gpt.hp, replace(ALONE, log=Lines()))
         objs.append(train_record.deserialize(artifact, ""))
@@ -130,10 +131,6 @@ def test_awq_rounds_the_most_salient_columns_finer(knobs, all_matrices):
     name, start = max(saliency, key=saliency.get)
     assert objs[1]["awq"] == [(name, start, start + 8, 4)] and "awq" not in objs[0]
     plain, finer = map(dequantize_state_dict_int8, objs)
-    values = objs[1]["quantized"][name].abs()
-    part = values[:, start : start + 8].amax()
-    values[:, start : start + 8] = 0
-    assert values.amax() <= 31 < part <= 124
     errors = [error_of(found, gpt, name, inputs[name]) for found in (plain, finer)]
     assert errors[1] < 0.95 * errors[0]
     assert all(torch.equal(plain[other], finer[other]) for other in plain if name[:13] not in other)
