@@ -50,7 +50,7 @@ TWO_LANES = "TWO_LANES=1 LOOP_LAYERS=2"
         ("WHOLE_DOCUMENTS=1", "WHOLE_DOCUMENTS=True must be 0 without DOCUMENT_MASK=1"),
         (f"{TWO_LANES} NUM_LAYERS=4 LOOP_FIRST=1 PARALLEL_LAYERS=2", "LOOP_LAYERS=2 must be lower"),
         (f"{TWO_LANES} NUM_LAYERS=6 LOOP_FIRST=4 PARALLEL_LAYERS=1", "LOOP_LAYERS=2 must be lower"),
-        ("NUM_LAYERS=5 LOOP_FIRST=4 LOOP_LAYERS=2", "LOOP_FIRST=4 must be lower"),
+        ("NUM_LAYERS=5 LOOP_FIRST=4 LOOP_LAYERS=2", "LOOP_FIRST=4 must be at most "),
         (f"{SLOT}=0.3:0.5", "CONTEXT_GROWTH=.* divide a slot of 64"),
         (f"{SLOT}=0:1", "CONTEXT_GROWTH=.* divide a slot"),
         (f"{SLOT}=0.5:0.7,0.25:0.2", "CONTEXT_GROWTH=.* must be in order"),

@@ -308,6 +308,7 @@ class Hyperparameters:
     def technique_rules(self) -> list[tuple]:
         """Rules as in check, for the knobs of techniques."""
         slot = self.train_batch_tokens // max(self.batch_slots, 1)
+        last = self.loop_first + self.loop_layers
         lengths, ends = zip(*self.context_stages(), strict=True)
         in_order = list(ends) == sorted(ends)
         fits = in_order and all(0 < n <= self.train_seq_len and slot % n == 0 for n in lengths)
@@ -323,7 +324,7 @@ class Hyperparameters:
             (["matrix_levels", "embed_levels"], lambda x: 0 < x < 128, "1 to 127"),
             (["context_growth"], lambda x: fits, f"in order, and divide a slot of {slot} tokens"),
             (["whole_documents"], lambda x: self.document_mask >= x, "0 without DOCUMENT_MASK=1"),
-            (["loop_first"], lambda x: x + self.loop_layers <= self.num_layers, "lower"),
+            (["loop_first"], lambda x: last <= self.num_layers, "at most NUM_LAYERS - LOOP_LAYERS"),
             (["loop_layers"], lambda x: one_stream, "lower, or set fewer PARALLEL_LAYERS"),
             (["lora_skip"], lambda x: {*x} < {*LORA_LAYERS}, f"some of {', '.join(LORA_LAYERS)}"),
             (["tilt_order"], lambda x: x in ("decoding", "stream"), "decoding or stream"),
