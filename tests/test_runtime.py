@@ -200,9 +200,6 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     assert lines[-2].endswith(" eval_time:100000ms")
     result = json.loads((tmp_path / "final_result.json").read_text())
     assert (result["train_ms"], result["eval_ms"]) == (1000, 100_000)
-    # Three checkpoints, six writes of final files, and validations in steps 0, 8 and 16 and at the
-    # end, of 100 seconds each. The last file is not yet written.
-    assert result["run_seconds"] >= 1 + 100 * (3 + 5 + 4) - 100
 
 
 def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset, knobs):
