@@ -82,7 +82,7 @@ def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(
 
 
 def test_what_a_checkpoint_has_or_lacks_is_named(copied, long_knobs):
-    """State of a recipe that this script lacks is dropped. A script of long ago saved no knobs."""
+    """State that this script lacks is dropped. A script of long ago saved no knobs."""
     path = copied / CHECKPOINT
     saved = torch.load(path, weights_only=True)
     environ = {**long_knobs, "RESUME": "auto", "ITERATIONS": "14"}
