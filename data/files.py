@@ -5,6 +5,7 @@ the tokens as little-endian uint16. This module must not need numpy, which the d
 """
 
 import argparse
+import contextlib
 import json
 import os
 import struct
@@ -25,10 +26,15 @@ MANIFEST = "manifest.json"
 UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
 
 
+def printable() -> None:
+    """Let stdout, unless it is closed, print what its encoding lacks as an escape."""
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def start_program(doc: str | None) -> argparse.ArgumentParser:
     """Let stdout print any text, and return a parser that shows the docstring's first line."""
-    if sys.stdout:  # it may be closed
-        sys.stdout.reconfigure(errors="backslashreplace")
+    printable()
     return argparse.ArgumentParser(description=(doc or "").partition("\n")[0])  # python -OO: None
 
 

@@ -22,14 +22,14 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 import anytime
 import torch
 from jobs import Machine, Run, Side, show, train
-from trained import OWN, RECORD, SCRIPT, load_script, printable
+from trained import OWN, RECORD, SCRIPT, load_script, printable, unknown_knobs
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
@@ -65,8 +65,7 @@ def check_knobs(names: list[str], known: list[str]) -> None:
     for name in set(names) - set(known):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         advice = f"did you mean {near[0]}?" if near else "see `train_gpt.py --help`"
-        record = fields(load_script(RECORD).Hyperparameters) if RECORD.is_file() else ()
-        if name.lower() in [knob.name for knob in record]:
+        if RECORD.is_file() and not unknown_knobs(load_script(RECORD), {name: ""}):
             path = RECORD.relative_to(SCRIPT.parent)
             advice = f"it is a knob of {path}: add --script {path}"
         raise ValueError(f"{name} is not a knob of the candidate: {advice}")

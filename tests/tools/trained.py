@@ -25,11 +25,7 @@ sys.path.append(str(SCRIPT.parent / "data"))
 import caseops  # noqa: E402
 import files  # noqa: E402
 
-
-def printable() -> None:
-    """Let stdout print what its encoding lacks as an escape."""
-    with contextlib.suppress(AttributeError):
-        sys.stdout.reconfigure(errors="backslashreplace")
+printable = files.printable
 
 
 def existing_file(name: str) -> Path:
