@@ -696,7 +696,7 @@ def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
     if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if local_rank >= num_gpus:
-        raise InputError(f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs: set DEVICE=cpu")
+        raise InputError(f"no GPU {local_rank}; torch sees {num_gpus} GPUs: set DEVICE=cpu")
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True
     return torch.device("cuda", local_rank)

@@ -142,10 +142,9 @@ def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> 
     if num_docs == 0:
         raise ValueError(f"{docs} has no text: name another file after --docs")
     if not isinstance(num_val_docs, int) or not 0 <= num_val_docs <= most:
-        raise ValueError(
-            f"{docs} has {num_docs} documents, and validation cannot get {num_val_docs!r}: set "
-            "--num-val-docs, or add text, with blank lines between paragraphs"
-        )
+        problem = f"{docs} has {num_docs} documents, and validation cannot get {num_val_docs!r}"
+        advice = "add text (a document ends at the first blank line after 2,000 bytes)"
+        raise ValueError(f"{problem}: {advice if num_docs < 2 else 'set --num-val-docs'}")
     return {"val": num_val_docs, "train": num_docs - num_val_docs}
 
 
@@ -223,7 +222,8 @@ def print_training_command(
     if val_tokens < 2000:
         docs = math.ceil(2000 * stats["docs_val"] / val_tokens)
         fits = 2 * docs <= stats["docs_total"]
-        enough = f"--num-val-docs {docs}" if fits else f"a text of {20 * docs} documents"
+        longer = f"a text {math.ceil(20 * docs / stats['docs_total'])} times as long"
+        enough = f"--num-val-docs {docs}" if fits else longer
         few = f"{val_tokens} validation tokens are so few that a score on them says little"
         print(f"WARNING: {few}: {enough} should be enough")
     if val_tokens <= 1024:  # too few for the default

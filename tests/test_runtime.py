@@ -54,7 +54,7 @@ def test_inductors_mix_order_reduction_is_off_unless_the_user_sets_it():
 
 
 def test_a_missing_gpu_is_an_error():
-    with pytest.raises(InputError, match="LOCAL_RANK=99.*set DEVICE=cpu"):
+    with pytest.raises(InputError, match="no GPU 99.*set DEVICE=cpu"):
         open_device(Hyperparameters(device="cuda"), 99)
 
 

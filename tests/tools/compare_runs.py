@@ -268,7 +268,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw into an .svg or .png")
     args = parser.parse_args(arguments)
     if not (args.logs or args.baseline or args.candidate):
-        args.logs = sorted(Path("logs").glob("*.txt"), key=os.path.getmtime)[-1:]
+        logs = sorted(Path("logs").glob("*.txt"), key=os.path.getmtime)
+        args.logs = [log for log in logs if b"\nscore:" not in log.read_bytes()][-1:]  # score.py's
         if not args.logs:
             parser.error("there is no log in logs/: name the LOG files")
         args.picture = args.picture or args.logs[0].with_suffix(".png")

@@ -45,11 +45,11 @@ def draw(run: Run) -> Figure:
     ends = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
     axes.annotate(f"{bpb[-1]:.2f}", (steps[-1], bpb[-1]), color="C0", weight="bold", **ends)
     style = {"xytext": (0, -4), "textcoords": "offset points", "va": "top", "color": "dimgray"}
-    for value, name in ((alone, "this text alone"), (after, "after the training text")):
+    for value, name in ((alone, "this text alone"), (after, "copying from the training text")):
         axes.axhline(value, color="dimgray", linewidth=0.8, linestyle="--", zorder=0)
         axes.annotate(f"xz -9e, {name}: {value:.2f}", (steps[0], value), **style)
     axes.set(xlabel="step", ylabel="bits per byte")
-    axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(min(bpb[-1], after) - 0.3, max(bpb) + 0.1))
+    axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(0, max(bpb) + 0.1))
     axes.set_title("The demo's score on text that it has not seen", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -57,7 +57,8 @@ def write_scripts(args: Namespace) -> str:
     texts = [importlib.util.decode_source(source).splitlines() for source in sources]
     diff = difflib.unified_diff(*texts, n=0)
     lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s]", line)]
-    return " ".join(args.set) or min(lines, default="")  # "+" is before "-"
+    more = f" (and {len(lines) - 1} more lines)" if len(lines) > 1 else ""
+    return " ".join(args.set) or min(lines, default="") + more  # "+" is before "-"
 
 
 def check_knobs(names: list[str], known: list[str]) -> None:
@@ -143,7 +144,7 @@ class Experiment:
         rounds = [math.ceil(n / self.args.machine.jobs) for n in (done, done + missing)]
         needed = (time.monotonic() - self.args.started) / 60 * rounds[1] / rounds[0]
         limit = f"--minutes {self.args.minutes:g}"
-        advice = f"MORE THAN {limit}: fewer pairs give no verdict"
+        advice = f"MORE THAN {limit}, and fewer give no verdict: use --minutes {needed + 1:.0f}"
         fits = f"within {limit}" if needed <= self.args.minutes else advice
         show(f"three pairs take about {needed:.1f} minutes, {fits}\n")
 
@@ -175,10 +176,10 @@ class Experiment:
         """The time of a step in proportion, from pairs that were trained side by side."""
         pairs = [(a, b) for a, b in self.pairs[: len(self.gains)] if a.is_whole and b.is_whole]
         if not pairs:
-            return "time of a step: unknown, since no pair was trained now"
+            return "time of a step: not measured, as no pair was trained whole by this command"
         ratios = [b.result()["ms_per_step"] / a.result()["ms_per_step"] for a, b in pairs]
-        limits = f"({min(ratios):.3f} to {max(ratios):.3f})"
-        return f"time of a step: {fmean(ratios):.3f} times the baseline's {limits}"
+        limits = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(ratios) > 1 else ""
+        return f"time of a step: {fmean(ratios):.3f} times the baseline's{limits}"
 
     def report(self) -> int:
         """Print the result. Returns the exit code."""
@@ -191,7 +192,9 @@ class Experiment:
         show(f"{self.compare_times()}\n")
         if is_capped and self.args.machine.jobs > 1 and not self.args.machine.gpus:
             show("WARNING: the time limit ended runs that shared the CPU: use --jobs 1\n")
-        rows = read_ledger(self.args.ledger)
+        # A confirmation with fresh seeds takes the place of the change that it confirms.
+        last_rows = {(r["baseline"], r["candidate"]): r for r in read_ledger(self.args.ledger)}
+        rows = last_rows.values()
         better = sum(row["verdict"] == "better" for row in rows)
         stand = sum(anytime.claims_that_stand([float(row["evidence"]) for row in rows]))
         counts = f"changes tried: {len(rows)}, better: {better}, stand together: {stand}"
