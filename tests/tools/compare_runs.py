@@ -233,16 +233,11 @@ def draw(groups: list[Group]) -> Figure:
     if groups[0].name == "runs":
         runs.sort(key=lambda run: run.figures.get("val_bpb", math.inf))
         groups = [Group(run.name, [run]) for run in runs]
-        labels = []
-        for run in runs:
-            score = "" if run.unfinished else f": {run.figures['val_bpb']:.4f}"
-            labels.append(run.name + score)
+        scores = ["" if run.unfinished else f": {run.figures['val_bpb']:.4f}" for run in runs]
+        labels = [run.name + score for run, score in zip(runs, scores, strict=True)]
         legend |= {"title": "score in bits per byte", "title_fontsize": "small"}
-    else:  # the common part of the file names, if that tells
-        names = [os.path.commonprefix([run.name for run in group.runs]) for group in groups]
-        labels = [name.rstrip("0123456789").rstrip("-_./") for name in names]
-        if not all(labels) or len({*labels}) < len(groups) or "/" in "".join(labels):
-            labels = [group.name for group in groups]
+    else:
+        labels = [group.name for group in groups]
     height = max(4.5, 0.2 * len(groups))  # in inches: a group has a line in the legend
     figure = Figure(figsize=(9, height), layout="constrained")
     axes = figure.add_subplot()

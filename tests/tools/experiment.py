@@ -29,7 +29,7 @@ from statistics import fmean
 import anytime
 import torch
 from jobs import Machine, Run, Side, show, train
-from trained import OWN, RECORD, SCRIPT, load_script, printable, unknown_knobs
+from trained import OWN, RECORD, SCRIPT, files, load_script, printable, unknown_knobs
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
@@ -164,10 +164,7 @@ class Experiment:
         rows = [row for row in read_ledger(path) if any(row[k] != self.row[k] for k in key)]
         lines = [self.row, *(row.values() for row in [*rows, self.row])]
         text = "".join("\t".join(line) + "\n" for line in lines)
-        warnings: list[str] = []
-        write_file = self.pairs[0][0].side.script.write_file
-        if not write_file(path, text.encode(), warnings.append):
-            raise ValueError(warnings[0])
+        files.write_file(path, text.encode())
 
     def __str__(self) -> str:
         return anytime.describe(self.gains, self.unit, self.args.by)
