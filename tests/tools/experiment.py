@@ -56,7 +56,7 @@ def write_scripts(args: Namespace) -> str:
     (args.out / "candidate.py").write_bytes(sources[1])
     texts = [importlib.util.decode_source(source).splitlines() for source in sources]
     diff = difflib.unified_diff(*texts, n=0)
-    lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s]", line)]
+    lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s#]", line)]
     more = f" (and {len(lines) - 1} more lines)" if len(lines) > 1 else ""
     return " ".join(args.set) or min(lines, default="") + more  # "+" is before "-"
 
