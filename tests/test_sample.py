@@ -10,7 +10,6 @@ import sample
 import sentencepiece
 from runs import SCRIPT
 from texts import TEXTS, train_tokenizer
-from trained import model_parser
 
 # A model that continues with the id of the last token plus the length of the context.
 EDITED = f"""{SCRIPT.read_text()}
@@ -64,11 +63,6 @@ def test_what_the_encoding_of_stdout_lacks_is_printed_as_an_escape(trained, caps
     write(capsys, trained[0] / "final_model.pt", "é 行", "--tokens=1")
     sys.stdout.flush()
     assert sys.stdout.buffer.getvalue().startswith(b"\xe9 \\u884c")
-
-
-def test_help_needs_no_docstrings():
-    """Python's option -OO removes them."""
-    assert "--script" in model_parser(None).format_help()
 
 
 def test_an_error_says_what_is_missing(tmp_path, trained):
