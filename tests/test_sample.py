@@ -73,18 +73,7 @@ def test_an_error_says_what_is_missing(tmp_path, trained):
         ([copied], "does not fit: .*final_result.json next to it.*--script names"),
         ([trained[0] / "final_model.pt", "--tokenizer=none"], "none.* set --tokenizer"),
         ([damaged], "damaged or not a model"),
-        ([copied, "--temperature=nan"], "--temperature nan must be finite, 0 or more"),
-        ([copied, "\udcff"], "the prompt is not UTF-8"),
-        ([copied, f"--seed={2**64}"], "--seed 18446744073709551616 must be from 0 to"),
-        ([copied, f"--script={copied}"], "final_model.pt is not a train_gpt.py"),
         ([copied, f"--script={caseops.__file__}"], "caseops.py is not a train_gpt.py"),
     ):
         with pytest.raises(SystemExit, match=words):
             sample.main(list(map(str, arguments)))
-
-
-def test_a_bug_in_an_edited_script_keeps_its_traceback(trained, tmp_path, capsys):
-    script = tmp_path / "edited.py"
-    script.write_text(f"{EDITED}def load_weights(gpt, data, name): data.decode(8)\n")
-    with pytest.raises(TypeError):
-        write(capsys, trained[0] / "final_model.pt", "", "--script", script)
