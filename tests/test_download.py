@@ -160,25 +160,19 @@ def test_the_hubs_documents_give_its_shards(hub, tokenizer):
 
 
 def test_an_existing_tokenizer_is_kept(hub, capsys):
-    """A line says so, even if nothing is missing."""
-    own = hub.root / MODEL
-    own.parent.mkdir(parents=True)
+    """So is a shard of another size. A line says so, even if nothing is missing."""
+    own, shard = hub.root / MODEL, hub.root / VAL[0]
+    for path in (own, shard):
+        path.parent.mkdir(parents=True)
     own.write_bytes(b"a model of one's own")
+    write_shard(shard, [1] * 999)
     for _ in range(2):
-        download(hub.root, train_shards=0)
+        download(hub.root, train_shards=1)
         assert own.read_bytes() == b"a model of one's own"
-        assert capsys.readouterr().err.count(f"{own} was there and is kept") == 1
-
-
-def test_shards_of_another_dataset_are_named(hub, capsys):
-    (hub.root / VAL[0]).parent.mkdir(parents=True)
-    for name, count in ((VAL[0], 999), (VAL[1], 1000), (TRAIN[0], 1000)):
-        write_shard(hub.root / name, [1] * count)
-    download(hub.root)
-    errors = capsys.readouterr().err
-    for name in VAL:
-        assert f"{hub.root / name} was there and is kept: delete" in errors
-    assert errors.count("and is kept") == 2
+        errors = capsys.readouterr().err
+        assert f"{own} was there and is kept" in errors
+        assert f"{shard} was there and is kept" in errors
+        assert errors.count(".bin was there and is kept") == 1
 
 
 def test_damaged_and_missing_files_on_the_hub(hub):
