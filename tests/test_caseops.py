@@ -1,6 +1,5 @@
 """CaseOps (data/caseops.py): lossless, the original text's bytes, datasets and their tools."""
 
-import itertools
 import json
 import sys
 
@@ -131,19 +130,7 @@ def test_several_processes_and_a_reused_model_give_the_same_shards(exported, tmp
         assert same.read_bytes() == shard.read_bytes()
 
 
-def test_encoding_reads_only_a_batch_ahead(monkeypatch):
-    """The documents may be larger than the memory."""
-    monkeypatch.setattr(caseops, "BATCH_SIZE", 10)
-    texts = iter(["The"] * 100)
-    assert [*itertools.islice(caseops.encode_many(texts, 2), 11)] == ["\1the"] * 11
-    assert len([*texts]) == 80
-
-
-def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tmp_path):
-    config = tmp_path / "specs.json"
-    config.write_text('[{"vocab_size": 9, "trainer_overrides": {"required_chars": "a"}}]')
-    with pytest.raises(SystemExit, match="caseops sets required_chars itself"):
-        export(tmp_path, "--tokenizer-config", config, "--caseops")
+def test_a_model_that_does_not_fit_is_an_error(exported, tmp_path):
     with pytest.raises(SystemExit, match="use it with --caseops"):
         export(tmp_path, "--vocab-size=512", f"--reuse-sp-model=512={exported[1]}")
     other, identity = tmp_path / "other.model", {"normalization_rule_name": "identity"}
