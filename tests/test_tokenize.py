@@ -155,10 +155,6 @@ def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
     assert spec.fields == {**content[1], "tokenizer_train_docs": 7}
     with pytest.raises(ValueError, match="384 pieces, more than vocab_size 300"):
         specs_of(tmp_path, [{"vocab_size": 300}], reused={300: str(tokenizer)})
-    with pytest.raises(ValueError, match="--reuse-sp-model 9: no tokenizer of .*specs.json has"):
-        specs_of(tmp_path, content, reused={9: "my.model"})
-    with pytest.raises(ValueError, match="no tokenizer to make: use --vocab-size"):
-        specs_of(tmp_path, content[:1], skip_byte=True)
 
 
 def test_your_own_text(tmp_path, capsys):
@@ -193,9 +189,6 @@ def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
     run(tmp_path, *reuse, *re.findall(r"(--num-val-docs) (\d+)", warning)[0])
     output = capsys.readouterr().out
     assert "WARNING" not in output and "TRAIN_SEQ_LEN" not in output
-    write_documents(tmp_path / "docs.jsonl", ["one", "two"])
-    run(tmp_path, *reuse)
-    assert re.search(r"a text of \d\d+ documents should", capsys.readouterr().out)
 
 
 def test_a_single_space_is_always_a_piece(tmp_path, capsys):
@@ -246,8 +239,8 @@ def rebuilt(folder, *args, docs=()) -> tuple[list[str], dict]:
     return texts, manifest
 
 
-def test_a_seed_shuffles_the_documents_before_the_split(tmp_path, capsys):
-    """The order is the same on every platform. Without a seed, a note says what validates."""
+def test_a_seed_shuffles_the_documents_before_the_split(tmp_path):
+    """The order is the same on every platform."""
     texts = [f"\u00e9 {number}\n" for number in range(40)]
     write_documents(tmp_path / "docs.jsonl", texts)
     shuffled, manifest = rebuilt(tmp_path, "--shuffle", 7)
@@ -256,7 +249,6 @@ def test_a_seed_shuffles_the_documents_before_the_split(tmp_path, capsys):
     assert rebuilt(tmp_path, "--shuffle", 0)[0] not in (shuffled, texts)
     in_order, manifest = rebuilt(tmp_path)
     assert in_order == texts and manifest["shuffle_seed"] is None
-    assert capsys.readouterr().out.count("Note: validation is the first 2 documents.") == 1
 
 
 def test_documents_of_several_files_folders_and_pipes(tmp_path):
@@ -292,9 +284,6 @@ def test_bad_documents_are_named(tmp_path):
     for name, content, words in bad:
         (tmp_path / name).write_bytes(content)
         assert re.search(rf"/{name}:? .*{words}", failure(tmp_path, docs=[tmp_path / name]))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a.md").write_text("a")
-    assert "folder has no .txt or .jsonl" in failure(tmp_path, docs=[tmp_path / "folder"])
     assert "b.txt does not" in failure(tmp_path, docs=[tmp_path / "a.txt", tmp_path / "b.txt"])
 
 
