@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 
 import compare_runs
 import pytest
@@ -219,16 +220,17 @@ def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
 
 
 def test_without_arguments_the_newest_log_is_drawn(tmp_path, capsys, monkeypatch):
-    """Its run may be still training."""
+    """Its run may be still training, its name be in other letters than the terminal's."""
+    sys.stdout.reconfigure(encoding="ascii")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
-    for name, time, text in ("new", 2e9, HEAD + START), ("old", 1e9, LOG):
+    for name, time, text in ("n\xe9w", 2e9, HEAD + START), ("old", 1e9, LOG):
         (tmp_path / "logs" / f"{name}.txt").write_text(text)
         os.utime(tmp_path / "logs" / f"{name}.txt", (time, time))
     code, out = compare(capsys)
-    assert code == 0 and "old" not in out and out.endswith("picture: logs/new.png\n")
-    assert (tmp_path / "logs" / "new.png").read_bytes().startswith(b"\x89PNG")
-    assert compare(capsys, "logs/new.txt", "logs/old.txt", "--picture=two.svg")[0] == 0
+    assert code == 0 and "old" not in out and out.endswith("picture: logs/n\\xe9w.png\n")
+    assert (tmp_path / "logs" / "n\xe9w.png").read_bytes().startswith(b"\x89PNG")
+    assert compare(capsys, "logs/n\xe9w.txt", "logs/old.txt", "--picture=two.svg")[0] == 0
 
 
 def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):

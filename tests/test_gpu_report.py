@@ -25,7 +25,6 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
     program = "import os; print('not shown'); print(os.environ['SEED']); print(2)"
     parts = [
         ("fails", 60, ["-c", "print('begun'); raise ValueError('broken')"], "", 1),
-        ("dies", 60, ["-c", "import os; os.kill(os.getpid(), 9)"], "", 1),
         ("hangs", 0, ["-c", "import time; time.sleep(60)"], "", 1),
         ("works", 60, ["-c", program], "SEED=7", 2),
     ]
@@ -35,7 +34,6 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
     assert gpu_report.main() == 1
     assert read_report(tmp_path) == {
         "fails": "FAILED: ValueError: broken",
-        "dies": "FAILED: exit code -9",
         "hangs": "FAILED: it took too long",
         "works": "7<br>2",
     }
