@@ -251,16 +251,17 @@ def test_a_seed_shuffles_the_documents_before_the_split(tmp_path):
 
 def test_documents_of_several_files_folders_and_pipes(tmp_path):
     """In the order of --docs, a folder's in the order of their names. A document is in one file."""
-    folder, pipe = tmp_path / "folder", tmp_path / "pipe"
+    folder, pipes = tmp_path / "folder", [tmp_path / "pipe1", tmp_path / "pipe2"]
     folder.mkdir()
     for name in ("b.txt", "a.jsonl", "c.md", ".d.txt"):
         (folder / name).write_text('{"text": "json"}' if "json" in name else f"from {name}")
     (tmp_path / "0.txt").write_text("one\n\nand two")
-    os.mkfifo(pipe)
-    threading.Thread(target=pipe.write_text, args=("from a pipe",), daemon=True).start()
-    texts, manifest = rebuilt(tmp_path, docs=[pipe, tmp_path / "0.txt", folder])
-    assert texts == ["from a pipe", "one\n\nand two", "json", "from b.txt"]
-    assert manifest["num_docs"] == 4
+    for pipe in pipes:
+        os.mkfifo(pipe)
+        threading.Thread(target=pipe.write_text, args=(f"from {pipe.name}",), daemon=True).start()
+    texts, manifest = rebuilt(tmp_path, docs=[*pipes, tmp_path / "0.txt", folder])
+    assert texts == ["from pipe1", "from pipe2", "one\n\nand two", "json", "from b.txt"]
+    assert manifest["num_docs"] == 5
 
 
 def test_long_texts_become_lines_for_the_tokenizers_training():
