@@ -14,11 +14,10 @@ from runs import run_here
 
 import train_gpt
 
-ROW = re.compile(r"^\| (.+) \| (.+) \| \d+ \|$", re.M)
-
 
 def read_report(folder: Path) -> dict[str, str]:
-    return dict(ROW.findall((folder / "gpu_report.md").read_text()))
+    report = (folder / "gpu_report.md").read_text()
+    return dict(re.findall(r"^\| (.+) \| (.+) \| \d+ \|$", report, re.M))
 
 
 def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
