@@ -1,6 +1,5 @@
 """CaseOps (data/caseops.py): lossless, the original text's bytes, datasets and their tools."""
 
-import itertools
 import json
 import sys
 
@@ -14,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 from texts import TEXTS, read_shard, train_tokenizer, write_documents
-from tokenizer_tools import encode_texts
 
 import train_gpt
 
@@ -114,8 +112,6 @@ def test_a_datasets_bytes_are_those_of_its_documents(base, exported, capsys):
         assert train_gpt.retokenizes(sp, tokens)
         assert f"bytes_per_token:{num_bytes / len(tokens):.4f}\n" in output
         assert f"{split}: begins: {original(base, texts[0])[:80]}\n" in output
-    plain = encode_texts(base, 1, TEXTS)
-    assert not train_gpt.retokenizes(sp, plain.clip(max=sp.vocab_size() - 1))
 
 
 def test_several_processes_and_a_reused_model_give_the_same_shards(exported, tmp_path, monkeypatch):
@@ -131,19 +127,7 @@ def test_several_processes_and_a_reused_model_give_the_same_shards(exported, tmp
         assert same.read_bytes() == shard.read_bytes()
 
 
-def test_encoding_reads_only_a_batch_ahead(monkeypatch):
-    """The documents may be larger than the memory."""
-    monkeypatch.setattr(caseops, "BATCH_SIZE", 10)
-    texts = iter(["The"] * 100)
-    assert [*itertools.islice(caseops.encode_many(texts, 2), 11)] == ["\1the"] * 11
-    assert len([*texts]) == 80
-
-
-def test_a_model_and_settings_that_do_not_fit_are_errors(exported, tmp_path):
-    config = tmp_path / "specs.json"
-    config.write_text('[{"vocab_size": 9, "trainer_overrides": {"required_chars": "a"}}]')
-    with pytest.raises(SystemExit, match="caseops sets required_chars itself"):
-        export(tmp_path, "--tokenizer-config", config, "--caseops")
+def test_a_model_that_does_not_fit_is_an_error(exported, tmp_path):
     with pytest.raises(SystemExit, match="use it with --caseops"):
         export(tmp_path, "--vocab-size=512", f"--reuse-sp-model=512={exported[1]}")
     other, identity = tmp_path / "other.model", {"normalization_rule_name": "identity"}
@@ -160,9 +144,6 @@ def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["demo_corpus.py", "--caseops"])
     demo_corpus.main()
     folder = tmp_path / "datasets/demo_sp1024_caseops"
-    model = tmp_path / "tokenizers/demo_1024_bpe_caseops.model"
     facts = json.loads((folder / demo_corpus.MANIFEST).read_text())
     num_bytes = sum(len(original(base, text).encode()) for text in TEXTS[:4])
     assert facts["validation_bytes"] == num_bytes and facts["lzma_bpb"] == 8
-    assert demo_corpus.is_whole(folder, model, with_caseops=True)
-    assert not demo_corpus.is_whole(folder, model, with_caseops=False)

@@ -87,10 +87,6 @@ def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer, tmp_pat
     other = (tmp_path / "manifest.json").rename(tmp_path / "other.json")
     (line,) = check(capsys, folder, tokenizer, f"--manifest={other}")[1]
     assert f"{other} says vocab_size:1, but 384 was found" in line
-    for content in ("[]", '{"datasets": [5]}', '{"tokenizers": [{}]}'):
-        other.write_text(content)
-        (line,) = check(capsys, folder, tokenizer, f"--manifest={other}")[1]
-        assert f"{other} is not a manifest" in line
 
 
 def write_splits(folder, tokenizer, val: list[str], train: list[str]) -> None:

@@ -167,9 +167,7 @@ def test_a_second_start_in_the_same_folder_is_refused(tmp_path, run):
     [
         (["--set", "MATRX_LR=0.1"], "did you mean MATRIX_LR?"),
         (["--set", "XSA_LAYERS=2"], "it is a knob of tests/records/train_record.py: add --script"),
-        (["--set", "MATRIX_LR=fast"], "candidate: MATRIX_LR='fast' must be a finite number"),
         (["--set", "SEED=5"], "use --seeds"),
-        (["--script", "none.py"], "none.py"),
         (["--script", str(ROOT / "README.md")], "name a train_gpt.py without errors"),
         (["--base", str(ROOT / "data/caseops.py")], "is not a train_gpt.py"),
         (["--base", str(SCRIPT)], "nothing to compare"),
@@ -216,14 +214,14 @@ def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path
         finished_pairs(tmp_path / "d", done, ((3.0, 1.5), (2.9, 1.4))).is_over()
 
 
-@pytest.mark.parametrize("minutes, words", [(2, "MORE THAN --minutes 2"), (60, "within --minutes")])
-def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys, minutes, words):
+def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys):
     """Two runs took a minute. A third is there already, so the last three take 1.5 minutes."""
     done = ((3.0, 1.5), (2.8, 1.4))
     found = finished_pairs(tmp_path, done, ((3.1, 1.6), None), (None, None))
-    found.args.minutes, found.args.deadline = minutes, time.monotonic() + 9999
+    found.args.minutes, found.args.deadline = 2, time.monotonic() + 9999
     for run in found.pairs[0]:
         run.process = subprocess.Popen(["true"])
         run.process.wait()
     assert not found.is_over()
-    assert re.search(rf"three pairs take about 2\.\d minutes, {words}", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(r"three pairs take about 2\.\d minutes, MORE THAN --minutes 2", out)

@@ -14,18 +14,16 @@ from runs import run_here
 
 import train_gpt
 
-ROW = re.compile(r"^\| (.+) \| (.+) \| \d+ \|$", re.M)
-
 
 def read_report(folder: Path) -> dict[str, str]:
-    return dict(ROW.findall((folder / "gpu_report.md").read_text()))
+    report = (folder / "gpu_report.md").read_text()
+    return dict(re.findall(r"^\| (.+) \| (.+) \| \d+ \|$", report, re.M))
 
 
 def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
     program = "import os; print('not shown'); print(os.environ['SEED']); print(2)"
     parts = [
         ("fails", 60, ["-c", "print('begun'); raise ValueError('broken')"], "", 1),
-        ("dies", 60, ["-c", "import os; os.kill(os.getpid(), 9)"], "", 1),
         ("hangs", 0, ["-c", "import time; time.sleep(60)"], "", 1),
         ("works", 60, ["-c", program], "SEED=7", 2),
     ]
@@ -35,7 +33,6 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
     assert gpu_report.main() == 1
     assert read_report(tmp_path) == {
         "fails": "FAILED: ValueError: broken",
-        "dies": "FAILED: exit code -9",
         "hangs": "FAILED: it took too long",
         "works": "7<br>2",
     }
@@ -61,21 +58,14 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     assert gpu_report.main() == 0, read_report(tmp_path)
-    speed = r"model +\d+\.\d\d TFLOP/s, with 6 N \+ 6 L T D FLOPs per token"
-    times = rf"trainer +\d.*<br>plain +\d.*<br>{speed}<br>ratio +\d+\.\d\dx"
-    setting = r"cpu torch\.float32 slots:1 compile:False FLASH_ATTENTION"
-    kernels = 10 * r" +\d+\.\d\d ms +\d+ x `[^`]+`<br>"
-    score = r"final_int8_zlib_roundtrip_exact val_loss:\d.*"
-    patterns = [
-        rf"{setting}<br>{kernels}{times}",
-        *2 * [rf"{setting}<br>{times}"],
-        r"quantize_state_dict_int8 .* s<br>serialize .* s<br>compress .* s",
-        *2 * [score],
-        r"5 steps, largest difference 0\.0000 nats",
-        r"\d+ skipped in .*",
-    ]
-    for text, pattern in zip(read_report(tmp_path).values(), patterns, strict=True):
-        assert re.fullmatch(pattern, text)
+    first, second, third, export, *demos, losses, tests = read_report(tmp_path).values()
+    assert len(re.findall(r"\d ms +\d+ x `[^`]+`<br>", first)) == 10
+    for times in (first, second, third):
+        assert re.search(r"^cpu .*<br>trainer .*<br>model .* TFLOP/s, .*<br>ratio .*\dx$", times)
+    assert re.fullmatch(r"quantize_state_dict_int8 .*<br>serialize .*<br>compress .* s", export)
+    assert all(re.match(r"final_int8_zlib_roundtrip_exact val_loss:\d", demo) for demo in demos)
+    assert losses == "5 steps, largest difference 0.0000 nats"
+    assert " skipped in " in tests
 
 
 @pytest.mark.baseline

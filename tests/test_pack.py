@@ -48,54 +48,36 @@ def test_a_minified_module_can_be_inspected(tmp_path):
         assert result.stdout == f"{doc} packed\n{source}"
 
 
-def test_a_traceback_shows_the_lines_of_the_packed_text(tmp_path):
-    (tmp_path / "script.py").write_text("def divide():\n    return 1 / 0  # fails\n\ndivide()\n")
-    run(tmp_path, PACK, "script.py", "packed.py")
-    lines = [line.strip() for line in run(tmp_path, "packed.py").stderr.splitlines()]
-    assert {"divide()", "return 1 / 0  # fails"} <= set(lines)
-
-
-def test_a_script_may_have_a_byte_order_mark_or_a_coding_line(tmp_path):
-    text = "# coding: {}\nprint('é')  # é\n"
-    (tmp_path / "bom.py").write_text(text.format("utf-8"), encoding="utf-8-sig")
+def test_a_script_of_any_encoding_shows_its_lines_in_a_traceback(tmp_path):
+    """Its name is printed, too, by a stdout that lacks its characters."""
+    text = "# coding: {}\nprint('é')\n1 / 0  # é\n"
+    (tmp_path / "bom 运行.py").write_text(text.format("utf-8"), encoding="utf-8-sig")
     (tmp_path / "latin.py").write_text(text.format("latin-1"), encoding="latin-1")
-    for script in ("bom.py", "latin.py"):
-        run(tmp_path, PACK, script, "packed.py").check_returncode()
-        assert run(tmp_path, "-X", "utf8", "packed.py").stdout == "é\n"
+    for script in ("bom 运行.py", "latin.py"):
+        run(tmp_path, PACK, script, "packed.py", PYTHONIOENCODING="latin-1").check_returncode()
+        result = run(tmp_path, "-X", "utf8", "packed.py")
+        assert result.stdout == "é\n" and "1 / 0  # é" in result.stderr
 
 
 def test_help_needs_no_docstrings(tmp_path):
     """With PYTHONOPTIMIZE=2 there are none."""
-    programs = (path for path in PACK.parent.glob("*.py") if "\nif __name__" in path.read_text())
-    tools = [*map(str, programs)]
-    program = f"""
-import runpy, sys
-for path in {tools}:
-    sys.argv, sys.path[0] = [path, "--help"], {str(PACK.parent)!r}
-    try:
+    files = [*PACK.parent.glob("*.py"), *ROOT.glob("data/*.py")]
+    programs = [str(path) for path in files if "\nif __name__" in path.read_text()]
+    code = f"""
+import contextlib, os, runpy, sys
+for path in {programs}:
+    sys.argv, sys.path[0] = [path, "--help"], os.path.dirname(path)
+    with contextlib.suppress(SystemExit):
         runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, path
 """
-    result = run(tmp_path, "-OO", "-c", program)
+    result = run(tmp_path, "-OO", "-c", code)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("usage: ") == len(tools)
-
-
-@pytest.mark.parametrize(
-    "tool, arguments", [("pack", ["运行.py", "packed.py"]), ("compare_runs", ["运行.py"])]
-)
-def test_a_name_that_stdout_cannot_show_is_escaped(tmp_path, tool, arguments):
-    (tmp_path / "运行.py").write_text('"""\nlogs/a.txt\n"""\n')  # a script, and a log
-    result = run(tmp_path, PACK.with_name(f"{tool}.py"), *arguments, PYTHONIOENCODING="latin-1")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert r"\u8fd0\u884c" in result.stdout
+    assert result.stdout.count("usage: ") == len(programs) > 10
 
 
 def test_an_error_writes_nothing(tmp_path):
     (tmp_path / "broken.py").write_text("(")
     for script, packed, words in [
-        ("none.py", "packed.py", "'none.py' is not a file"),
         ("broken.py", "packed.py", "SyntaxError"),
         ("broken.py", "./broken.py", "would overwrite its own source"),
     ]:

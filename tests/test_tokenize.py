@@ -5,10 +5,7 @@ import hashlib
 import json
 import os
 import re
-import runpy
 import shlex
-import shutil
-import signal
 import sys
 import threading
 from collections import Counter
@@ -21,7 +18,7 @@ import pytest
 import sentencepiece
 from runs import ROOT
 from texts import TEXTS, read_shard, train_tokenizer, write_documents
-from tokenizer_tools import encode_texts, open_model, read_specs, sentences_of
+from tokenizer_tools import encode_texts, read_specs, sentences_of
 
 ODD_TEXTS = [
     "", " ", "  two leading", "trailing ", "a  doubled   space", "a\ttab\nand\r\na line ", "\n\n",
@@ -77,7 +74,7 @@ def pieces(model: bytes) -> list[str]:
     return [sp.id_to_piece(i) for i in range(sp.vocab_size())]
 
 
-def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
+def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path):
     """The same pieces as SentencePiece's own trainer makes, which skips long documents."""
     docs = write_documents(tmp_path / "docs_selected.jsonl", TEXTS + ODD_TEXTS)
     (tmp_path / SIDECAR).write_text('{"docs_val": 4, "shuffle_seed": 7}')
@@ -93,10 +90,6 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path, capsys):
     assert pieces((tmp_path / "out/tokenizers/mine.model").read_bytes()) == first
     vocab = (tmp_path / "out/tokenizers/mine.vocab").read_text().splitlines()
     assert [line.split("\t")[0] for line in vocab] == first and vocab[0] == "<pad>\t0"
-    used = [sentence for sentence in sentences if len(sentence.encode()) <= 4192]
-    share = 100 * len("".join(used).encode()) / len("".join(sentences).encode())
-    report = f"384 pieces, trained on {len(used)} of {len(sentences)} documents ({share:.1f} % of"
-    assert report in capsys.readouterr().out
 
 
 def test_the_manifest_and_the_byte_dataset(tmp_path):
@@ -147,7 +140,6 @@ def test_bad_specs_are_named(tmp_path):
         "tokenizer 2: .*vocab_sise": [{"vocab_size": 512}, {"vocab_sise": 5}],
         "'tiktoken' is not one of": [{"kind": "tiktoken"}],
         "vocab_size 256 must be 260": [{"kind": "byte", "vocab_size": 256}],
-        "vocab_size 0 must be 1 to 65536": [{"vocab_size": 0}],
         "2: fineweb10B_sp9 is another": [{"vocab_size": 9}, {"vocab_size": 9, "name": "n"}],
     }
     for words, content in bad.items():
@@ -163,17 +155,6 @@ def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
     assert spec.fields == {**content[1], "tokenizer_train_docs": 7}
     with pytest.raises(ValueError, match="384 pieces, more than vocab_size 300"):
         specs_of(tmp_path, [{"vocab_size": 300}], reused={300: str(tokenizer)})
-    with pytest.raises(ValueError, match="--reuse-sp-model 9: no tokenizer of .*specs.json has"):
-        specs_of(tmp_path, content, reused={9: "my.model"})
-    with pytest.raises(ValueError, match="no tokenizer to make: use --vocab-size"):
-        specs_of(tmp_path, content[:1], skip_byte=True)
-
-
-def test_a_model_of_more_pieces_than_a_token_can_name_is_refused():
-    symbols = [f"<{number}>" for number in range(65_200)]
-    model = train_tokenizer(user_defined_symbols=symbols, vocab_size=65_600)
-    with pytest.raises(ValueError, match="big has 65600 pieces: use one of at most 65536"):
-        open_model(model, "big")
 
 
 def test_your_own_text(tmp_path, capsys):
@@ -208,9 +189,6 @@ def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
     run(tmp_path, *reuse, *re.findall(r"(--num-val-docs) (\d+)", warning)[0])
     output = capsys.readouterr().out
     assert "WARNING" not in output and "TRAIN_SEQ_LEN" not in output
-    write_documents(tmp_path / "docs.jsonl", ["one", "two"])
-    run(tmp_path, *reuse)
-    assert re.search(r"a text of \d\d+ documents should", capsys.readouterr().out)
 
 
 def test_a_single_space_is_always_a_piece(tmp_path, capsys):
@@ -244,8 +222,6 @@ def test_documents_of_plain_text_and_json_lines(tmp_path):
         assert documents == [f"{a}{b}{c}".strip(), f"{d}{e}".strip()]
     path.write_text('\n{"id": 1, "text": "a \\ud800"}\n\n{"text": "b"}\n')
     assert list(rebuild.read_documents(path)) == ["a ?", "b"]
-    path.write_text('{"so": he said}\n\nand so on')
-    assert list(rebuild.read_documents(path)) == ['{"so": he said}\n\nand so on']
 
 
 def rebuilt(folder, *args, docs=()) -> tuple[list[str], dict]:
@@ -261,8 +237,8 @@ def rebuilt(folder, *args, docs=()) -> tuple[list[str], dict]:
     return texts, manifest
 
 
-def test_a_seed_shuffles_the_documents_before_the_split(tmp_path, capsys):
-    """The order is the same on every platform. Without a seed, a note says what validates."""
+def test_a_seed_shuffles_the_documents_before_the_split(tmp_path):
+    """The order is the same on every platform."""
     texts = [f"\u00e9 {number}\n" for number in range(40)]
     write_documents(tmp_path / "docs.jsonl", texts)
     shuffled, manifest = rebuilt(tmp_path, "--shuffle", 7)
@@ -271,7 +247,6 @@ def test_a_seed_shuffles_the_documents_before_the_split(tmp_path, capsys):
     assert rebuilt(tmp_path, "--shuffle", 0)[0] not in (shuffled, texts)
     in_order, manifest = rebuilt(tmp_path)
     assert in_order == texts and manifest["shuffle_seed"] is None
-    assert capsys.readouterr().out.count("Note: validation is the first 2 documents.") == 1
 
 
 def test_documents_of_several_files_folders_and_pipes(tmp_path):
@@ -287,8 +262,6 @@ def test_documents_of_several_files_folders_and_pipes(tmp_path):
     texts, manifest = rebuilt(tmp_path, docs=[*pipes, tmp_path / "0.txt", folder])
     assert texts == ["from pipe1", "from pipe2", "one\n\nand two", "json", "from b.txt"]
     assert manifest["num_docs"] == 5
-    mixed = tmp_path / "out" / manifest["docs_jsonl"]
-    assert rebuilt(tmp_path, "--docs", folder, docs=[mixed])[0] == [*texts, *texts[3:]]
 
 
 def test_long_texts_become_lines_for_the_tokenizers_training():
@@ -301,24 +274,20 @@ def test_long_texts_become_lines_for_the_tokenizers_training():
 
 def test_bad_documents_are_named(tmp_path):
     bad = [
-        ("a.jsonl", b"\x1f\x8b\x08", "is compressed"), ("a", b"PK\3\4", "is compressed"),
+        ("a.jsonl", b"\x1f\x8b\x08", "is compressed"),
         ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c .*a.txt > fixed.txt"),
         ("a", b"%PDF-1.4", "extract"), ("a.txt", "caf\u00e9".encode("utf-16"), "convert"),
         ("a", b"\n \n", "has no text"), ("a", b"one", "has 1 documents, .*blank lines"),
-        ("a.json", b"[]", "line 1 must be"),
         ("a", b'{"text": "a"}\n\n{', "line 3 must be"), ("a", b'{"text": 5}', "line 1 must be"),
     ]  # fmt: skip
     for name, content, words in bad:
         (tmp_path / name).write_bytes(content)
         assert re.search(rf"/{name}:? .*{words}", failure(tmp_path, docs=[tmp_path / name]))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a.md").write_text("a")
-    assert "folder has no .txt or .jsonl" in failure(tmp_path, docs=[tmp_path / "folder"])
     assert "b.txt does not" in failure(tmp_path, docs=[tmp_path / "a.txt", tmp_path / "b.txt"])
 
 
 def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):
-    """The next one lists earlier datasets, too, while they are there. check_dataset.py compares."""
+    """The next one lists earlier datasets, too. check_dataset.py compares."""
     write_documents(tmp_path / "docs.jsonl")
     other = {"name": "mine", "dataset_suffix": "mine", "model_prefix": "mine", "vocab_size": 384}
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]
@@ -334,32 +303,19 @@ def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer,
     for folder in folders:
         assert check_dataset.main([str(folder), "--tokenizer", str(tokenizer)]) == 0
     assert "nothing to compare" not in capsys.readouterr().out
-    shutil.rmtree(folders[0])
-    assert run(tmp_path, *reuse, specs=[other])["datasets"] == both["datasets"][1:]
 
 
-def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
+def test_errors_are_one_line(tmp_path, capsys):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
     spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
     message = failure(tmp_path, specs=[spec], docs=[docs])
     assert "sp_bpe_512" in message and "coverage" in message
-    message = failure(tmp_path, specs=[{"vocab_size": 262}], docs=[docs])
-    assert "262 vs" in message and "--character" not in message
+    assert "262 vs" in failure(tmp_path, specs=[{"vocab_size": 262}], docs=[docs])
     assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=[docs])
     assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
     (tmp_path / SIDECAR).write_text('{"docs_val": null}')
     assert "get 50000" in failure(tmp_path, docs=[docs])
     with pytest.raises(SystemExit, match="--shuffle needs --docs"):
         rebuild.main([f"--output-root={tmp_path}", "--shuffle=1"])
-    for option, value, message in (
-        ("--chunk-tokens", 2**31, "must be a number from 1 to 2147483647"),
-        ("--reuse-sp-model", "384=", "must be VOCAB_SIZE=MODEL"),
-        ("--reuse-sp-model", "x=my.model", "must be VOCAB_SIZE=MODEL"),
-    ):
-        failure(tmp_path, option, value)
-        assert f"{option}: '{value}' {message}" in capsys.readouterr().err
-    monkeypatch.setattr(rebuild, "count_splits", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert failure(tmp_path, docs=[docs]).startswith("interrupted: run the same command again")
-    monkeypatch.setenv("MATCHED_FINEWEB_SP_BATCH_SIZE", "0")  # all shards would be empty
-    with pytest.raises(SystemExit, match="error: .*SP_BATCH_SIZE=0 must be a number above 0"):
-        runpy.run_path(rebuild.__file__)
+    failure(tmp_path, "--chunk-tokens", 2**31)
+    assert "must be a number from 1 to 2147483647" in capsys.readouterr().err
