@@ -13,12 +13,6 @@ from train_record import decode_values, dequantize_state_dict_int8, encode_value
 pytestmark = pytest.mark.baseline
 
 
-@pytest.fixture
-def all_matrices(monkeypatch) -> None:
-    """Quantize them, in small models, too."""
-    monkeypatch.setattr(train_record, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)
-
-
 # ---- Quantizer -----------------------------------------------------------------------------------
 def test_the_quantizers_knobs_reach_the_artifact(all_matrices):
     torch.manual_seed(0)
