@@ -67,7 +67,7 @@ def test_gptq_rounds_as_a_plain_version_and_lowers_the_error_of_the_outputs():
     assert errors[1] < 0.8 * errors[0] and gptq.abs().max() <= 7
 
 
-def inputs_of_layers(gpt: nn.Module, batches: int) -> dict[str, Tensor]:
+def inputs_of_layers(gpt: nn.Module) -> dict[str, Tensor]:
     """What the weights of linear layers read in GPTQ's batches: (n, columns)."""
     inputs = {"tok_emb.weight": []}
     gpt.output = lambda x: inputs["tok_emb.weight"].append(x) or x
@@ -77,11 +77,9 @@ def inputs_of_layers(gpt: nn.Module, batches: int) -> dict[str, Tensor]:
             layer.register_forward_hook(lambda _, args, y, found=found: found.append(args[0]))
     loader = train_record.DistributedTokenLoader(gpt.hp.files("train"), 0, 1, "cpu")
     with torch.no_grad():
-        for _ in range(batches):
+        for _ in range(gpt.hp.gptq_batches):
             gpt.logits(loader.next_batch(gpt.hp.train_batch_tokens, gpt.hp.train_seq_len, 8)[0])
-    return {
-        name: torch.cat([part.flatten(0, -2) for part in parts]) for name, parts in inputs.items()
-    }
+    return {name: torch.cat(parts).flatten(0, -2) for name, parts in inputs.items()}
 
 
 def error_of(values: dict[str, Tensor], gpt: nn.Module, name: str, x: Tensor) -> Tensor:
@@ -99,7 +97,7 @@ def test_gptq_lowers_the_error_of_each_layer(knobs, all_matrices):
     plain, gptq = (
         dequantize_state_dict_int8(train_record.deserialize(file, "")) for file in files[:2]
     )
-    for name, x in inputs_of_layers(gpt, 2).items():
+    for name, x in inputs_of_layers(gpt).items():
         assert error_of(gptq, gpt, name, x) < 0.9 * error_of(plain, gpt, name, x), name
     nn.init.constant_(gpt.tok_emb.weight, torch.inf)
     assert train_record.export(gpt, gpt.hp, runtime)
@@ -118,7 +116,7 @@ def test_awq_rounds_the_most_salient_columns_finer(knobs, all_matrices):
         gpt.blocks[2].attn.c_v.weight.data[:, 16:24] *= 3
         artifact, _ = train_record.export(gpt, gpt.hp, replace(ALONE, log=Lines()))
         objs.append(train_record.deserialize(artifact, ""))
-    inputs, saliency = inputs_of_layers(gpt, 2), {}
+    inputs, saliency = inputs_of_layers(gpt), {}
     for name in [name for name in inputs if name.startswith("blocks.")]:
         sizes = inputs[name].square().mean(0) ** 0.5 * gpt.state_dict()[name].abs().mean(0)
         saliency |= {(name, 8 * i): sum(part) for i, part in enumerate(sizes.split(8))}
@@ -137,8 +135,9 @@ def entropy(values: Tensor) -> float:
     return values.numel() / 8 * float((shares * -shares.log2()).sum())
 
 
-def pack(encoded: dict) -> bytes:
-    return train_record.compress(train_record.serialize(encoded))
+def unpack(encoded: dict) -> dict[str, Tensor]:
+    data = train_record.compress(train_record.serialize(encoded))
+    return train_record.deserialize(data, "a file")["quantized"]
 
 
 @pytest.mark.parametrize("n", [1, 511, 512, 10_001, 10**6])
@@ -151,13 +150,13 @@ def test_rans_restores_values_and_refuses_damage(n):
     tables, lanes, stream, _, _, levels, _ = encoded["rans"]
     wanted = sum(entropy(part) for part in values.values())
     assert stream.nbytes + lanes.nbytes <= 1.001 * wanted + 8 * train_record.RANS_LANES
-    decoded = train_record.deserialize(pack(encoded), "")["quantized"]
+    decoded = unpack(encoded)
     assert all(torch.equal(decoded[name], values[name]) for name in values)
     for part in (tables, lanes, stream, levels) if n == 10_001 else ():
         index = part.argmax()
         part.flatten()[index] ^= 1
         with pytest.raises(train_record.InputError, match="a file is damaged"):
-            train_record.deserialize(pack(encoded), "a file")
+            unpack(encoded)
         part.flatten()[index] ^= 1
 
 
