@@ -43,7 +43,6 @@ EDITS = {  # old text and new
         KEYS: f"{KEYS}        self.k_gain = nn.Parameter(torch.ones(D // hp.num_heads))\n",
         ROTATED: f"{ROTATED}        k = k * self.k_gain.to(x.dtype)\n",
     },
-    "silu": {"F.relu(self.fc(x)).square()": "F.silu(self.fc(x))"},
     "swiglu": {
         MLP: SWIGLU,
         RELU_SQUARED: "        hidden = F.silu(self.gate(x)) * self.fc(x)\n",
@@ -71,16 +70,6 @@ EDITS = {  # old text and new
     },
     "dropout": {LAST_NORM: f"        x = F.dropout(x, 0.1, self.training)\n{LAST_NORM}"},
     "ten_layers": {"num_layers: int = 9": "num_layers: int = 10"},
-    "positions": {
-        BEFORE_INIT: (
-            "        self.positions = nn.Parameter(torch.zeros(hp.train_seq_len, D))\n"
-            + BEFORE_INIT
-        ),
-        NORM: "        x = x0 = rms_norm(x) + self.positions[: input_ids.size(1)].to(x.dtype)\n",
-        "apply_rotary(rms_norm(q), cos, sin)": "rms_norm(q)",
-        "apply_rotary(rms_norm(k), cos, sin)": "rms_norm(k)",
-        GROUPS: f'{GROUPS}OPTIMIZER_GROUPS |= {{"positions": "embed"}}\n',
-    },
     "sgd": {
         "    for group in adam.param_groups": (
             '    muon = torch.optim.SGD(params["matrix"], lr=0.01, momentum=0.9)\n'
