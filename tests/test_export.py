@@ -95,12 +95,9 @@ def test_rows_by_the_contracts_formula(levels, monkeypatch):
 def test_whole_tensors_by_the_contracts_formula():
     cube = tensors()["cube"]
     clip = clips(cube.flatten()[None])[0]
-    wanted = torch.round(cube.clamp(-clip, clip) / (clip / 127)).clamp(-127, 127)
     values, scale = quantize_tensor(cube)
     torch.testing.assert_close(scale, clip / 127)
-    # Another last bit of the scale rounds a value that lies between two levels otherwise.
-    differences = (values - wanted).abs()
-    assert differences.max() <= 1 and differences.sum() <= 3
+    torch.testing.assert_close(values * scale, cube.clamp(-clip, clip), rtol=0, atol=0.501 * scale)
     values, scale = quantize_tensor(torch.zeros(2, 2, 2))
     assert not values.any() and scale == 1.0
 
@@ -165,26 +162,20 @@ def test_the_artifact_and_the_lines_of_its_size(gpt, spare, verdict):
 
 
 # ---- writing files -------------------------------------------------------------------------------
-def test_a_write_that_fails_warns_and_leaves_the_old_file_without_a_part_of_the_new_one(tmp_path):
-    path, log = tmp_path / "model", Lines()
-    part = path.with_name(f"model.{os.getpid()}.part")  # another run may write to the same folder
-    assert train_gpt.write_file(path, b"old", log) and log.text == ""
-    part.symlink_to("/dev/full")  # writes to it find the disk full
-    assert not train_gpt.write_file(path, b"new", log)
-    assert log.text == f"WARNING: {path} cannot be written: No space left on device\n"
-    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"old"
-
-
 def test_a_file_gets_its_name_when_its_bytes_are_on_the_disk(tmp_path, monkeypatch):
-    """Else a power cut could leave an empty file in place of the old one."""
-    path, flushed = tmp_path / "model", []
+    """Else a power cut or a full disk could leave an empty file in place of the old one."""
+    path, log, flushed = tmp_path / "model", Lines(), []
 
     def fsync(number: int) -> None:
         flushed.extend((part.name == path.name, part.read_bytes()) for part in tmp_path.iterdir())
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert train_gpt.write_file(path, b"new", Lines())
+    assert train_gpt.write_file(path, b"new", log)
     assert flushed == [(False, b"new")] and path.read_bytes() == b"new"
+    Path(f"{path}.{os.getpid()}.part").symlink_to("/dev/full")  # writes to it find the disk full
+    assert not train_gpt.write_file(path, b"newer", log)
+    assert log.text == f"WARNING: {path} cannot be written: No space left on device\n"
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"new"
 
 
 def final_files(folder: Path) -> dict[str, bytes]:
