@@ -144,13 +144,14 @@ def test_weight_decay_shrinks_each_group_by_its_own_rate():
 
 
 def test_muon_gives_all_rows_one_length():
-    """Before Newton-Schulz, which divides by the norm of all rows even if it takes no step."""
+    """Before Newton-Schulz, and before the cast: to divide rounds twice."""
     param = nn.Parameter(torch.zeros(4, 64))
     param.grad = torch.randn(4, 64) * torch.logspace(-3, 3, 4)[:, None]
-    muon = train_record.Muon([param], lr=1.0, momentum=0.9, backend_steps=0, equal_rows=True)
+    muon = train_record.Muon([param], lr=1.0, momentum=0.9, backend_steps=5, equal_rows=True)
     muon.step()
-    expected = -param.grad / param.grad.norm(dim=1, keepdim=True) / 4**0.5
-    torch.testing.assert_close(param.detach(), expected, rtol=0.02, atol=0)
+    rows = param.grad / param.grad.norm(dim=1, keepdim=True)
+    expected = train_gpt.newton_schulz(rows.bfloat16()[None], 5)[0]
+    assert torch.equal(param.detach(), -expected.float())
 
 
 def test_the_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path):
