@@ -151,12 +151,9 @@ def test_the_split_is_cut_to_whole_sequences(small, sp):
         assert validation.bits_per_byte(math.log(8)) == pytest.approx(bits)
 
 
-def test_too_few_tokens_and_foreign_tokens(small, tmp_path):
+def test_too_few_tokens_are_an_error_that_says_what_to_do(small):
     with pytest.raises(InputError, match="100 validation tokens .*TRAIN_SEQ_LEN=100: lower it"):
         Validation(replace(small, train_seq_len=100))
-    write_shard(tmp_path / "fineweb_val_000002.bin", [5, VOCAB_SIZE])
-    with pytest.raises(InputError, match=f"fineweb_val_000002.bin: token id {VOCAB_SIZE}"):
-        Validation(small)
 
 
 @pytest.mark.parametrize("eval_stride", [0, 1, 4, 5, 15, 16])

@@ -66,15 +66,9 @@ def test_each_tensor_is_in_its_part_of_the_artifact():
         "baseline_tensor_bytes": 6 * matrix + 4 * (cube + small + 5) + 2 * (7 + 5) + 8 * (5 + 3),
         "int8_payload_bytes": 2 * (matrix + 600) + cube + 4 + 2 * (small + 7) + 4 * 10 + 8 * 8,
     }
-
-
-@pytest.mark.baseline
-def test_other_patterns_keep_other_tensors_in_fp32():
-    hp = Hyperparameters(int8_keep_float_fp32_name_patterns=("y",))
-    obj, _ = quantize_state_dict_int8({"x.q_gain": torch.ones(3), "y": torch.ones(3)}, hp)
-    assert obj["passthrough"]["y"].dtype == torch.float32
-    assert obj["passthrough"]["x.q_gain"].dtype == torch.float16
-    assert "qmeta" not in obj  # optional keys are absent if not needed
+    other = Hyperparameters(int8_keep_float_fp32_name_patterns=("small",))
+    kept = quantize_state_dict_int8(tensors(), other)[0]["passthrough"]
+    assert (kept["small"].dtype, kept["x.q_gain"].dtype) == (torch.float32, torch.float16)
 
 
 @pytest.mark.baseline

@@ -133,9 +133,6 @@ def test_weight_decay_shrinks_each_group_by_its_own_rate():
     for param in before:
         param.grad = torch.zeros_like(param)
     for optimizer in train_record.build_optimizers(gpt):
-        saved = optimizer.state_dict()
-        saved["param_groups"][0]["weight_decay"] = 9.0  # a resumed run takes it from its knobs
-        train_record.load_optimizer(optimizer, saved, False)
         optimizer.step()
     factors = {"embed": 1 - 0.3 * 0.2, "matrix": 1 - 0.4 * 0.1, "scalar": 1 - 0.5 * 0.5}
     for name, params in train_record.parameter_groups(gpt, gpt.hp).items():
@@ -180,21 +177,15 @@ def test_the_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path):
     assert starts != first + second != third + fourth
     assert steps(2) == steps(4) == [first, second, third, fourth]
     assert steps(1, seed=2)[0] != first
-    with pytest.raises(train_record.InputError, match="no train shard has 99 tokens"):
-        ShuffledTokenLoader(f"{tmp_path}/*", 0, 1, "cpu").next_batch(99, 99, 1)
 
 
 def test_the_average_counts_each_step_by_its_age(knobs):
-    """A run that is resumed without an average begins with its weights."""
     state = TrainingState(from_env({**knobs, "EMA_DECAY": "0.5"}), ALONE)
     for state.step, value in enumerate((7.0, 3.0, 1.0), start=1):
         nn.init.constant_(state.gpt.tok_emb.weight, value)
         state.update_ema()
     average = state.ema["tok_emb.weight"].unique().tolist()
     assert average == pytest.approx([(7 / 4 + 3 / 2 + 1) / (1 / 4 + 1 / 2 + 1)])
-    state.load_state_dict({**state.state_dict(), "ema": {}})
-    state.update_ema()
-    assert state.ema["tok_emb.weight"].unique().tolist() == [1]
 
 
 @pytest.mark.parametrize("whole", ["0", "1"])
@@ -202,7 +193,7 @@ def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
     tmp_path, knobs, whole, monkeypatch
 ):
     """The warm-up visits all stages, at the full rates. Validation and calibration see whole
-    sequences. The first step has the loss of a run with the first context."""
+    sequences."""
     steps, others = [], []
 
     def train_step(state, train_step=train_record.train_step):
@@ -218,13 +209,8 @@ def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
     monkeypatch.setattr(train_record, "find_documents", find_documents)
     settings = f"{TINY} DOCUMENT_MASK=1 WHOLE_DOCUMENTS={whole} WARMUP_STEPS=4 ITERATIONS=6"
     settings += " LOOP_LAYERS=2 LOOP_FROM=0.5 LOOP_TIMES=2 WARMDOWN_ITERS=4 MIN_LR=0.6"
-    environ = {**knobs, **read(f"{settings} VAL_LOSS_EVERY=6 GPTQ_BATCHES=1")}
-    losses = []
-    for changes in ("TRAIN_SEQ_LEN=8 ITERATIONS=1", "CONTEXT_GROWTH=0.25:0.3,0.5:0.6"):
-        del steps[:], others[:]
-        result = run_here(tmp_path, {**environ, **read(changes)}, train_record)
-        losses += re.findall(r"step:1/.*train_loss:(\S+)", "\n".join(finished(result)))
-    assert losses[0] == losses[1]
+    settings += " VAL_LOSS_EVERY=6 GPTQ_BATCHES=1 CONTEXT_GROWTH=0.25:0.3,0.5:0.6"
+    finished(run_here(tmp_path, {**knobs, **read(settings)}, train_record))
     numbers = (3, 3, 7, 7, 3, 3, 3, 7, 7, 7)  # of layers; the warm-up is at 0, 1/3, 2/3 and 1
     factors = (1, 1, 1, 1, 1, 1, 1, 0.75, 0.6, 0.6)
     contexts = (8, 16, 32, 32, 8, 8, 16, 16, 32, 32)

@@ -48,12 +48,6 @@ EDITS = {  # old text and new
         RELU_SQUARED: "        hidden = F.silu(self.gate(x)) * self.fc(x)\n",
     },
     "untied": {"tie_embeddings: bool = True": "tie_embeddings: bool = False"},
-    "output_gate": {
-        "        self.q_gain =": (
-            "        self.c_g = CastedLinear(D, D, bias=False)\n        self.q_gain ="
-        ),
-        "y.reshape(B, T, D)": "y.reshape(B, T, D) * torch.sigmoid(self.c_g(x))",
-    },
     "bigram": {
         BEFORE_INIT: f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}",
         NORM: (
@@ -101,7 +95,7 @@ EDITS = {  # old text and new
     },
     "min_lr": {FACTOR: FACTOR.replace("factor", "max(factor, 0.1)")},
 }
-TOGETHER = [*README, "swiglu", "untied", "output_gate", "codec", "dropout", "ten_layers"]
+TOGETHER = [*README, "swiglu", "untied", "codec", "dropout", "ten_layers"]
 
 
 def edit_script(source: str, names: list[str]) -> str:

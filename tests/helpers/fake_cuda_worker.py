@@ -122,6 +122,7 @@ def main() -> None:
         state = train_gpt.TrainingState(hp, runtime)
         batch = (hp.train_batch_tokens, hp.train_seq_len, 1)
         check("batch", state.loader.next_batch, *batch)
+        check("schedule", train_gpt.set_schedule, state.optimizers, 0.5, 0.9)
         check("step", train_gpt.train_step, state)
         state.load_state_dict(check("state_dict", state.state_dict))
         check("optimizer state", lambda: [[*one.state.values()] for one in state.optimizers])
