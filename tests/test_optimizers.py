@@ -37,13 +37,7 @@ def test_control_patterns_move_matrices_from_muon_to_adam():
     assert any(p is block.attn_scale for p in groups["scalar"])  # but it is a vector
 
 
-def test_an_unknown_group_is_an_error_that_names_the_known_ones(monkeypatch):
-    monkeypatch.setitem(train_gpt.OPTIMIZER_GROUPS, "skip_weights", "adam")
-    with pytest.raises(InputError, match="^OPTIMIZER_GROUPS has adam: use embed, head, matrix, sc"):
-        parameter_groups(GPT(HP), HP)
-
-
-def test_a_parameter_without_a_group_is_named(monkeypatch):
+def test_a_parameter_without_a_group_and_an_unknown_group_are_named(monkeypatch):
     gpt = GPT(HP)
     gpt.test_layer = nn.Linear(2, 3)
     gpt.test_vector = nn.Parameter(torch.zeros(3))
@@ -54,3 +48,6 @@ def test_a_parameter_without_a_group_is_named(monkeypatch):
     groups = parameter_groups(gpt, HP)
     assert any(p is gpt.test_vector for p in groups["head"])
     assert {id(p) for p in gpt.test_layer.parameters()} <= {id(p) for p in groups["scalar"]}
+    monkeypatch.setitem(train_gpt.OPTIMIZER_GROUPS, "test_vector", "adam")
+    with pytest.raises(InputError, match="^OPTIMIZER_GROUPS has adam: use embed, head, matrix, sc"):
+        parameter_groups(gpt, HP)

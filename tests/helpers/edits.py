@@ -64,12 +64,6 @@ EDITS = {  # old text and new
     },
     "dropout": {LAST_NORM: f"        x = F.dropout(x, 0.1, self.training)\n{LAST_NORM}"},
     "ten_layers": {"num_layers: int = 9": "num_layers: int = 10"},
-    "sgd": {
-        "    for group in adam.param_groups": (
-            '    muon = torch.optim.SGD(params["matrix"], lr=0.01, momentum=0.9)\n'
-            "    for group in adam.param_groups"
-        )
-    },
     "leaky_relu": {RELU_SQUARED: "        hidden = F.leaky_relu(self.fc(x), 0.5).square()\n"},
     "skip_gates": {
         BLOCKS: (
