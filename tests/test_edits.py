@@ -49,7 +49,7 @@ class Factored(torch.optim.Optimizer):
             p.sub_(0.01 * p.grad / rows.sqrt())
 
 
-def test_a_bias_trains_and_an_odd_optimizer_resumes_to_the_same_bits(tmp_path, knobs, monkeypatch):
+def test_a_bias_trains_and_an_odd_optimizer_resumes(tmp_path, knobs, monkeypatch):
     def build_optimizers(gpt, compiled, build=train_gpt.build_optimizers):
         adam, muon = build(gpt, compiled)
         return [Factored(adam.param_groups, {}), muon]

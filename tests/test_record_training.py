@@ -262,9 +262,8 @@ def test_a_record_resumes_and_runs_on_two_ranks(
         warm_up(state)
         assert train_record.serialize(state.state_dict()) == before
 
-    with monkeypatch.context() as checking:
-        checking.setattr(train_record, "warm_up", warm_up)
-        lines = finished(run_here(whole, environ, train_record))
+    monkeypatch.setattr(train_record, "warm_up", warm_up)
+    lines = finished(run_here(whole, environ, train_record))
     assert not [line for line in lines if line.startswith("WARNING")]
     with monkeypatch.context() as stopping:
         send_signals(stopping, 3, signal.SIGTERM, script=train_record)
