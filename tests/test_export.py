@@ -195,7 +195,6 @@ def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
     environ = {**knobs, "WARMUP_STEPS": "1", "VAL_LOSS_EVERY": "0", "ITERATIONS": "1"}
     finished(run_here(tmp_path, environ))
     files = final_files(tmp_path)
-
     for function, place in (("warm_up", "."), ("train", "previous")):
         with monkeypatch.context() as patches:
             patches.setattr(train_gpt, function, None)  # so that it crashes there
