@@ -75,6 +75,13 @@ def quantized_knobs(knobs) -> dict[str, str]:
     return {**knobs, "MODEL_DIM": "192", "NUM_LAYERS": "2", "VAL_LOSS_EVERY": "0"}
 
 
+@pytest.fixture
+def all_matrices(monkeypatch) -> None:
+    """Quantize them, in small models, too."""
+    for script in ("train_gpt", "train_record"):
+        monkeypatch.setattr(f"{script}.INT8_KEEP_FLOAT_MAX_NUMEL", 500)
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, quantized_knobs) -> tuple[Path, list[str]]:
     """Folder and log of a finished run of quantized_knobs, with a checkpoint of its last step.

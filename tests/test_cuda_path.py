@@ -30,7 +30,7 @@ def results(tmp_path_factory, knobs) -> dict[str, dict]:
 
 
 def test_the_host_waits_for_the_gpu_only_for_the_mean_of_losses(results):
-    for name in ("batch", "step", "step after load_state_dict", "evaluate"):
+    for name in ("batch", "schedule", "step", "step after load_state_dict", "evaluate"):
         assert results[name]["waits"] == [], name
     assert results["mean_loss"]["waits"] == ["a value is fetched"]
 

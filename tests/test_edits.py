@@ -1,7 +1,6 @@
 """Edits that players make: each must have an effect, or an error or a warning must name it. An edit
 here replaces a class or a function of the script."""
 
-import ast
 import dataclasses
 import shutil
 import subprocess
@@ -21,21 +20,15 @@ import train_gpt
 from train_gpt import CausalSelfAttention, Hyperparameters, train_step
 
 
-def dead_parameters() -> None:
-    """The MLP has a matrix that the loss does not depend on."""
-
-    class DeadMLP(train_gpt.MLP):
-        def __init__(self, hp: train_gpt.Hyperparameters) -> None:
-            super().__init__(hp)
-            self.dead = nn.Parameter(torch.zeros(3, 4))
-
-    train_gpt.MLP = DeadMLP
+class DeadMLP(train_gpt.MLP):
+    def __init__(self, hp: Hyperparameters) -> None:
+        super().__init__(hp)
+        self.dead = nn.Parameter(torch.zeros(3, 4))
 
 
-def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs):
-    """Before DistributedDataParallel refuses a second step."""
-    for result in runs.run_ranks(tmp_path, knobs, 2, edit=dead_parameters):
-        assert failed(result, "blocks.0.mlp.dead got no gradient")
+def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs, monkeypatch):
+    monkeypatch.setattr(train_gpt, "MLP", DeadMLP)
+    failed(run_here(tmp_path, knobs), "blocks.0.mlp.dead got no gradient")
 
 
 # ---- Optimizers ----------------------------------------------------------------------------------
@@ -46,24 +39,17 @@ class BiasedAttention(CausalSelfAttention):
 
 
 class Factored(torch.optim.Optimizer):
-    """A mean square per row, fp32 for a bf16 embedding, too, and a number; no state for vectors."""
+    """A mean square per row, fp32 for a bf16 embedding, too."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for p in [p for group in self.param_groups for p in group["params"]]:
-            if p.ndim != 2:
-                p.sub_(0.001 * p.grad.sign())
-                continue
-            squares = p.grad.float().square().mean(dim=1, keepdim=True) + 1e-12
-            state = self.state[p]
-            rows = state.setdefault("rows", squares.clone()).lerp_(squares, 0.1)
-            state["count"] = state.get("count", 0) + 1
+            squares = p.grad.float().square().mean(dim=-1, keepdim=True) + 1e-12
+            rows = self.state[p].setdefault("rows", squares.clone()).lerp_(squares, 0.1)
             p.sub_(0.01 * p.grad / rows.sqrt())
 
 
-def test_a_bias_trains_and_odd_optimizer_states_resume_to_the_same_bits(
-    tmp_path, knobs, monkeypatch
-):
+def test_a_bias_trains_and_an_odd_optimizer_resumes(tmp_path, knobs, monkeypatch):
     def build_optimizers(gpt, compiled, build=train_gpt.build_optimizers):
         adam, muon = build(gpt, compiled)
         return [Factored(adam.param_groups, {}), muon]
@@ -94,26 +80,19 @@ CASES = [TOGETHER, [*TECHNIQUES], *([name] for name in EDITS)]
 @pytest.mark.baseline
 @pytest.mark.parametrize("names", CASES, ids=" ".join)
 def test_the_edits_fit_the_script(names):
-    """Each changes the code, not only a comment, and leaves no name undefined."""
-    source, edited = SCRIPT.read_text(), edit_script(SCRIPT.read_text(), names)
-    assert ast.dump(ast.parse(edited)) != ast.dump(ast.parse(source))
+    """And leave no name undefined."""
+    edited = edit_script(SCRIPT.read_text(), names)
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=F821", "-"]
     subprocess.run(command, input=edited, text=True, check=True)
 
 
 @pytest.mark.baseline
-def test_the_readme_shows_its_edits():
-    lines = {line.strip() for line in (ROOT / "README.md").read_text().splitlines()}
-    for old, new in (pair for name in README for pair in EDITS[name].items()):
-        assert new.removeprefix(old).strip() in lines
-
-
-@pytest.mark.baseline
-def test_the_page_of_records_shows_its_edits():
-    page = (ROOT / "tests/records/README.md").read_text()
-    for old, new in (pair for name in TECHNIQUES for pair in EDITS[name].items()):
-        code = textwrap.dedent(new.replace(old, ""))
-        assert f"\n\n{textwrap.indent(code, '    ')}\n" in page, code
+@pytest.mark.parametrize("page, names", [("README", README), ("tests/records/README", TECHNIQUES)])
+def test_a_page_shows_its_edits(page, names):
+    text = (ROOT / f"{page}.md").read_text()
+    for old, new in (pair for name in names for pair in EDITS[name].items()):
+        code = textwrap.dedent(new.replace(old, "")).strip("\n")
+        assert f"\n{textwrap.indent(code, '    ')}\n" in text, code
 
 
 @pytest.mark.baseline

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import sentencepiece
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from runs import ALONE
 from scripts import randomize
+from sentencepiece import SentencePieceProcessor
 from texts import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard
 
 import train_gpt
@@ -18,8 +18,21 @@ from train_gpt import GPT, Hyperparameters, InputError, TokenStream, Validation
 
 
 @pytest.fixture(scope="module")
-def sp(tokenizer) -> sentencepiece.SentencePieceProcessor:
-    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+def sp(tokenizer) -> SentencePieceProcessor:
+    return SentencePieceProcessor(model_file=str(tokenizer))
+
+
+def train_sp(**settings) -> SentencePieceProcessor:
+    return SentencePieceProcessor(model_proto=train_tokenizer(**settings))
+
+
+def encode(sp: SentencePieceProcessor, texts: list[str]) -> list[list[int]]:
+    """Documents."""
+    return [[sp.bos_id(), *sp.encode(text)] for text in texts]
+
+
+def is_right(sp: SentencePieceProcessor, documents: list[list[int]]) -> bool:
+    return train_gpt.retokenizes(sp, np.array(sum(documents, []), dtype=np.uint16))
 
 
 @settings(max_examples=100, deadline=None)
@@ -44,47 +57,31 @@ def test_bytes_by_the_rules(sp):
 
 
 def test_a_space_inside_a_piece_is_one_byte():
-    model = train_tokenizer(split_by_whitespace=False, vocab_size=1000)
-    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    sp = train_sp(split_by_whitespace=False, vocab_size=1000)
     ids = [sp.bos_id(), *sp.encode(" ".join(TEXTS))]
     assert any("\u2581" in sp.id_to_piece(i)[1:] for i in ids)
     assert train_gpt.count_bytes(sp, np.array(ids)) == len(sp.decode(ids).encode())
-
-
-def without_space(model: bytes) -> bytes:
-    """Rename the piece of a lone space, as if the tokenizer had been trained without one."""
-    piece = b"\n\3\xe2\x96\x81\x15"
-    assert model.count(piece) == 1
-    return model.replace(piece, b"\n\3\xe9\xbf\xbf\x15")
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_a_lone_space_without_a_piece_is_one_byte(model_type):
     """Its three byte tokens count as a leading space does: 0 at the beginning of a document."""
     settings = {"model_type": model_type, "normalization_rule_name": "identity"}
-    model = without_space(train_tokenizer(**settings, remove_extra_whitespaces=False))
-    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    model = train_tokenizer(**settings, remove_extra_whitespaces=False)
+    piece = b"\n\3\xe2\x96\x81\x15"  # as if trained without it
+    sp = SentencePieceProcessor(model_proto=model.replace(piece, b"\n\3\xe9\xbf\xbf\x15"))
     space = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
     texts = [*TEXTS, "a  b", " \u00e2 \u2580", "a   "]
     assert sp.encode(" 1  ")[-3:] == space
-    for text in texts:
-        tokens = np.array([sp.bos_id(), *sp.encode(text)])
+    for text, tokens in zip(texts, encode(sp, texts), strict=True):
         wanted = len(text.encode()) - text.startswith(" ")
-        assert train_gpt.count_bytes(sp, tokens) == wanted, text
+        assert train_gpt.count_bytes(sp, np.array(tokens)) == wanted, text
     assert train_gpt.count_bytes(sp, np.array([sp.bos_id(), *space])) == 0
     letter = sp.piece_to_id("a")
     assert train_gpt.count_bytes(sp, np.array([letter, *space, *space])) == 2
     for tokens in ([letter, *space[:2]], [*space], [letter, *space[::-1]]):  # no whole space
         assert train_gpt.count_bytes(sp, np.array(tokens)) == len(tokens) - 1
-    documents = [[sp.bos_id(), *sp.encode(text)] for text in texts]
-    assert train_gpt.retokenizes(sp, np.array(sum(documents, []), dtype=np.uint16))
-
-
-def test_without_byte_pieces_unknown_spaces_have_no_bytes():
-    model = without_space(train_tokenizer(byte_fallback=False))
-    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-    letter, unk = sp.piece_to_id("a"), sp.unk_id()
-    assert train_gpt.count_bytes(sp, np.array([letter, unk, unk, unk, letter])) == 1
+    assert is_right(sp, encode(sp, texts))
 
 
 @pytest.fixture
@@ -105,19 +102,13 @@ def test_a_tokenizer_of_another_size_is_an_error_that_names_its_path_first(small
         Validation(replace(small, vocab_size=1024))
 
 
-def is_right(sp: sentencepiece.SentencePieceProcessor, documents: list[list[int]]) -> bool:
-    return train_gpt.retokenizes(sp, np.array(sum(documents, []), dtype=np.uint16))
-
-
 @pytest.mark.parametrize("texts", [TEXTS[:5], [max(TEXTS, key=len)]])
 @pytest.mark.parametrize("settings", [{}, {"model_type": "unigram", "add_dummy_prefix": True}])
 def test_another_tokenizer_of_the_same_size_is_noticed(settings, texts):
     """The right one is not, whatever its kind, even if the only document was cut."""
-    right, other = (
-        sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer(**settings, **more))
-        for more in ({}, {"sentence_iterator": iter(TEXTS[0].splitlines())})
-    )
-    documents = [[right.bos_id(), *right.encode(text)] for text in texts]
+    right = train_sp(**settings)
+    other = train_sp(**settings, sentence_iterator=iter(TEXTS[0].splitlines()))
+    documents = encode(right, texts)
     documents[-1] = documents[-1][:1500]
     assert is_right(right, documents)
     assert not is_right(other, documents)
@@ -127,7 +118,7 @@ def test_another_tokenizer_of_the_same_size_is_noticed(settings, texts):
 def test_the_right_tokenizer_is_right_wherever_the_split_ends(sp, count):
     """Also if a document is long, if it ends with EOS, or if its last token is cut."""
     texts = [TEXTS[i % len(TEXTS)][: 50 if count > 3 else None] for i in range(count)]
-    documents = [[sp.bos_id(), *sp.encode(text)] for text in texts]
+    documents = encode(sp, texts)
     assert is_right(sp, documents)
     assert is_right(sp, [[*document, sp.eos_id()] for document in documents])
     documents[-1] = [sp.bos_id(), *sp.encode("an old word"), sp.piece_to_id("<0xE2>")]
@@ -136,13 +127,13 @@ def test_the_right_tokenizer_is_right_wherever_the_split_ends(sp, count):
 
 def test_documents_with_unknown_characters_say_nothing():
     """They cannot be decoded. Without a document to compare there is no warning."""
-    sp = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer(byte_fallback=False))
-    documents = [[sp.bos_id(), *sp.encode(f"a word \u4e00 {i}")] for i in range(20)]
+    sp = train_sp(byte_fallback=False)
+    documents = encode(sp, [f"a word \u4e00 {i}" for i in range(20)])
     assert all(sp.unk_id() in document for document in documents)
     assert is_right(sp, documents)
-    known = [[sp.bos_id(), *sp.encode("the same"), sp.piece_to_id("a")]] * 2
-    assert is_right(sp, [*documents, [sp.bos_id(), *sp.encode("the same")], documents[0]])
+    known = encode(sp, ["the same"])
     swapped = [[document[0], *document[:0:-1]] for document in known]
+    assert is_right(sp, [*documents, *known, documents[0]])
     assert not is_right(sp, [*documents, *swapped, documents[0]])
 
 
@@ -160,12 +151,9 @@ def test_the_split_is_cut_to_whole_sequences(small, sp):
         assert validation.bits_per_byte(math.log(8)) == pytest.approx(bits)
 
 
-def test_too_few_tokens_and_foreign_tokens(small, tmp_path):
+def test_too_few_tokens_are_an_error_that_says_what_to_do(small):
     with pytest.raises(InputError, match="100 validation tokens .*TRAIN_SEQ_LEN=100: lower it"):
         Validation(replace(small, train_seq_len=100))
-    write_shard(tmp_path / "fineweb_val_000002.bin", [5, VOCAB_SIZE])
-    with pytest.raises(InputError, match=f"fineweb_val_000002.bin: token id {VOCAB_SIZE}"):
-        Validation(small)
 
 
 @pytest.mark.parametrize("eval_stride", [0, 1, 4, 5, 15, 16])

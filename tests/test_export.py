@@ -66,15 +66,9 @@ def test_each_tensor_is_in_its_part_of_the_artifact():
         "baseline_tensor_bytes": 6 * matrix + 4 * (cube + small + 5) + 2 * (7 + 5) + 8 * (5 + 3),
         "int8_payload_bytes": 2 * (matrix + 600) + cube + 4 + 2 * (small + 7) + 4 * 10 + 8 * 8,
     }
-
-
-@pytest.mark.baseline
-def test_other_patterns_keep_other_tensors_in_fp32():
-    hp = Hyperparameters(int8_keep_float_fp32_name_patterns=("y",))
-    obj, _ = quantize_state_dict_int8({"x.q_gain": torch.ones(3), "y": torch.ones(3)}, hp)
-    assert obj["passthrough"]["y"].dtype == torch.float32
-    assert obj["passthrough"]["x.q_gain"].dtype == torch.float16
-    assert "qmeta" not in obj  # optional keys are absent if not needed
+    other = Hyperparameters(int8_keep_float_fp32_name_patterns=("small",))
+    kept = quantize_state_dict_int8(tensors(), other)[0]["passthrough"]
+    assert (kept["small"].dtype, kept["x.q_gain"].dtype) == (torch.float32, torch.float16)
 
 
 @pytest.mark.baseline
@@ -95,12 +89,9 @@ def test_rows_by_the_contracts_formula(levels, monkeypatch):
 def test_whole_tensors_by_the_contracts_formula():
     cube = tensors()["cube"]
     clip = clips(cube.flatten()[None])[0]
-    wanted = torch.round(cube.clamp(-clip, clip) / (clip / 127)).clamp(-127, 127)
     values, scale = quantize_tensor(cube)
     torch.testing.assert_close(scale, clip / 127)
-    # Another last bit of the scale rounds a value that lies between two levels otherwise.
-    differences = (values - wanted).abs()
-    assert differences.max() <= 1 and differences.sum() <= 3
+    torch.testing.assert_close(values * scale, cube.clamp(-clip, clip), rtol=0, atol=0.501 * scale)
     values, scale = quantize_tensor(torch.zeros(2, 2, 2))
     assert not values.any() and scale == 1.0
 
@@ -165,26 +156,20 @@ def test_the_artifact_and_the_lines_of_its_size(gpt, spare, verdict):
 
 
 # ---- writing files -------------------------------------------------------------------------------
-def test_a_write_that_fails_warns_and_leaves_the_old_file_without_a_part_of_the_new_one(tmp_path):
-    path, log = tmp_path / "model", Lines()
-    part = path.with_name(f"model.{os.getpid()}.part")  # another run may write to the same folder
-    assert train_gpt.write_file(path, b"old", log) and log.text == ""
-    part.symlink_to("/dev/full")  # writes to it find the disk full
-    assert not train_gpt.write_file(path, b"new", log)
-    assert log.text == f"WARNING: {path} cannot be written: No space left on device\n"
-    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"old"
-
-
 def test_a_file_gets_its_name_when_its_bytes_are_on_the_disk(tmp_path, monkeypatch):
-    """Else a power cut could leave an empty file in place of the old one."""
-    path, flushed = tmp_path / "model", []
+    """Else a power cut or a full disk could leave an empty file in place of the old one."""
+    path, log, flushed = tmp_path / "model", Lines(), []
 
     def fsync(number: int) -> None:
         flushed.extend((part.name == path.name, part.read_bytes()) for part in tmp_path.iterdir())
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert train_gpt.write_file(path, b"new", Lines())
+    assert train_gpt.write_file(path, b"new", log)
     assert flushed == [(False, b"new")] and path.read_bytes() == b"new"
+    Path(f"{path}.{os.getpid()}.part").symlink_to("/dev/full")  # writes to it find the disk full
+    assert not train_gpt.write_file(path, b"newer", log)
+    assert log.text == f"WARNING: {path} cannot be written: No space left on device\n"
+    assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"new"
 
 
 def final_files(folder: Path) -> dict[str, bytes]:
@@ -210,13 +195,9 @@ def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
     environ = {**knobs, "WARMUP_STEPS": "1", "VAL_LOSS_EVERY": "0", "ITERATIONS": "1"}
     finished(run_here(tmp_path, environ))
     files = final_files(tmp_path)
-
-    def crash(state, *_) -> None:
-        raise RuntimeError("out of memory")
-
     for function, place in (("warm_up", "."), ("train", "previous")):
         with monkeypatch.context() as patches:
-            patches.setattr(train_gpt, function, crash)
+            patches.setattr(train_gpt, function, None)  # so that it crashes there
             assert run_here(tmp_path, environ).returncode == 1
         assert final_files(tmp_path / place) == files
     assert final_files(tmp_path) == {}
@@ -224,23 +205,19 @@ def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
     assert final_files(tmp_path / "previous") == files
 
 
-@pytest.mark.parametrize("late, lost", [(MODEL, {ARTIFACT, RESULT}), (RESULT, set())])
 def test_the_files_of_a_run_that_ends_first_in_the_same_folder_are_not_lost(
-    tmp_path, knobs, monkeypatch, late, lost
+    tmp_path, knobs, monkeypatch
 ):
-    """It writes a model, which replaces an older set, or the score of a model that has moved."""
-    old = dict.fromkeys((MODEL, ARTIFACT, RESULT), b"older")
-    for name in old:
-        (tmp_path / name).write_bytes(b"older")
+    """They replace an older set."""
+    (tmp_path / RESULT).write_bytes(b"older")
 
     def train_step(state, train_step=train_gpt.train_step):
-        (tmp_path / late).write_bytes(b"another run's")
+        (tmp_path / MODEL).write_bytes(b"another run's")
         return train_step(state)
 
     monkeypatch.setattr(train_gpt, "train_step", train_step)
     finished(run_here(tmp_path, {**knobs, "WARMUP_STEPS": "0", "ITERATIONS": "1"}))
-    kept = {name: text for name, text in old.items() if name not in lost}
-    assert final_files(tmp_path / "previous") == {**kept, late: b"another run's"}
+    assert final_files(tmp_path / "previous") == {MODEL: b"another run's"}
     assert len(final_files(tmp_path)) == 3
 
 
@@ -259,5 +236,4 @@ def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, knobs, nam
     others = [other for other in (MODEL, ARTIFACT, RESULT) if other != name]
     assert lines[-3] == f"files: {' '.join(others)}"
     assert lines[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:")
-    assert all((tmp_path / other).is_file() for other in others)
     assert (tmp_path / name).read_bytes() == b"older"

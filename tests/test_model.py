@@ -1,5 +1,7 @@
 """GPT: its initial weights and dtypes. Its loss and gradients: test_training.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from plain import PlainGPT
@@ -7,22 +9,18 @@ from scripts import randomize
 
 from train_gpt import GPT, Hyperparameters
 
-SMALL = dict(
+HP = Hyperparameters(
     vocab_size=96, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, train_seq_len=24
 )
-
-
-def build(dtype=torch.float32, seed=0, **knobs) -> tuple[GPT, Hyperparameters]:
-    hp = Hyperparameters(**{**SMALL, **knobs})
-    torch.manual_seed(seed)
-    return GPT(hp, dtype), hp
 
 
 @pytest.mark.baseline
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_are_the_contracts_for_a_seed(tied):
     """Those of torch's layers, in the plain model's order, but for zeros and a tied embedding."""
-    gpt, hp = build(torch.bfloat16, seed=5, tie_embeddings=tied)
+    hp = replace(HP, tie_embeddings=tied)
+    torch.manual_seed(5)
+    gpt = GPT(hp, torch.bfloat16)
     torch.manual_seed(5)
     expected = PlainGPT(hp).state_dict()
     for name, tensor in expected.items():
@@ -45,10 +43,10 @@ def test_the_default_model_has_17_million_parameters():
 
 @pytest.mark.baseline
 def test_bf16_stays_close_to_fp32_and_keeps_its_dtype():
-    gpt, hp = build()
-    x, y = torch.randint(hp.vocab_size, (2, 3, hp.train_seq_len))
-    half = GPT(hp, torch.bfloat16)
-    half.load_state_dict(randomize(gpt).state_dict())
+    gpt = randomize(GPT(HP, torch.float32))
+    x, y = torch.randint(HP.vocab_size, (2, 3, HP.train_seq_len))
+    half = GPT(HP, torch.bfloat16)
+    half.load_state_dict(gpt.state_dict())
     seen = []
     for block in half.blocks:
         block.register_forward_hook(lambda module, args, output: seen.append(output.dtype))

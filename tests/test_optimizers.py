@@ -1,14 +1,12 @@
 """Newton-Schulz, and the optimizer group of each parameter. Whole steps: test_training.py."""
 
-from dataclasses import replace
-
 import plain
 import pytest
 import torch
 from torch import nn
 
 import train_gpt
-from train_gpt import GPT, Hyperparameters, InputError, Muon, parameter_groups
+from train_gpt import GPT, Hyperparameters, InputError, parameter_groups
 
 HP = Hyperparameters(num_layers=1, model_dim=32, control_tensor_name_patterns=("c_q",))
 
@@ -21,17 +19,6 @@ def test_bf16_rounds_where_the_reference_does():
     assert torch.equal(train_gpt.newton_schulz(x, 5), plain.newton_schulz(x, 5))
 
 
-def test_a_rank_may_have_no_matrix():
-    muon = Muon([nn.Parameter(torch.zeros(1, 1))], lr=0.0, momentum=0.0, backend_steps=5)
-    assert muon.orthogonalize([], 5) == []
-
-
-def test_patterns_that_leave_no_matrix_to_muon_are_an_error():
-    hp = replace(HP, control_tensor_name_patterns=("blocks",))
-    with pytest.raises(InputError, match="^CONTROL_TENSOR_NAME_PATTERNS leaves no matrix to Muon"):
-        train_gpt.build_optimizers(GPT(hp))
-
-
 @pytest.mark.baseline
 def test_control_patterns_move_matrices_from_muon_to_adam():
     gpt = GPT(HP)
@@ -42,13 +29,7 @@ def test_control_patterns_move_matrices_from_muon_to_adam():
     assert any(p is block.attn_scale for p in groups["scalar"])  # but it is a vector
 
 
-def test_an_unknown_group_is_an_error_that_names_the_known_ones(monkeypatch):
-    monkeypatch.setitem(train_gpt.OPTIMIZER_GROUPS, "skip_weights", "adam")
-    with pytest.raises(InputError, match="^OPTIMIZER_GROUPS has adam: use embed, head, matrix, sc"):
-        parameter_groups(GPT(HP), HP)
-
-
-def test_a_parameter_without_a_group_is_named(monkeypatch):
+def test_a_parameter_without_a_group_and_an_unknown_group_are_named(monkeypatch):
     gpt = GPT(HP)
     gpt.test_layer = nn.Linear(2, 3)
     gpt.test_vector = nn.Parameter(torch.zeros(3))
@@ -59,3 +40,6 @@ def test_a_parameter_without_a_group_is_named(monkeypatch):
     groups = parameter_groups(gpt, HP)
     assert any(p is gpt.test_vector for p in groups["head"])
     assert {id(p) for p in gpt.test_layer.parameters()} <= {id(p) for p in groups["scalar"]}
+    monkeypatch.setitem(train_gpt.OPTIMIZER_GROUPS, "test_vector", "adam")
+    with pytest.raises(InputError, match="^OPTIMIZER_GROUPS has adam: use embed, head, matrix, sc"):
+        parameter_groups(gpt, HP)

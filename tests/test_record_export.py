@@ -13,12 +13,6 @@ from train_record import decode_values, dequantize_state_dict_int8, encode_value
 pytestmark = pytest.mark.baseline
 
 
-@pytest.fixture
-def all_matrices(monkeypatch) -> None:
-    """Quantize them, in small models, too."""
-    monkeypatch.setattr(train_record, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)
-
-
 # ---- Quantizer -----------------------------------------------------------------------------------
 def test_the_quantizers_knobs_reach_the_artifact(all_matrices):
     torch.manual_seed(0)
@@ -58,7 +52,7 @@ def plain_gptq(weight: Tensor, scale: Tensor, limit: int, hessian: Tensor) -> Te
     return values
 
 
-def test_gptq_rounds_as_a_plain_version_and_lowers_the_error_of_the_outputs():
+def test_gptq_rounds_as_a_plain_version():
     """In two blocks of columns."""
     torch.manual_seed(0)
     weight, x = torch.randn(50, 200), torch.randn(1000, 200) @ torch.randn(200, 200)
@@ -69,11 +63,9 @@ def test_gptq_rounds_as_a_plain_version_and_lowers_the_error_of_the_outputs():
     assert torch.equal(gptq_values(weight, scales, levels, diagonal), plain.to(torch.int8))
     gptq = gptq_values(weight, scales, levels, x.T @ x)
     assert (gptq == plain_gptq(weight, scale, 7, x.T @ x)).float().mean() > 0.99
-    errors = [((values * scale[:, None] - weight) @ x.T).norm() for values in (plain, gptq)]
-    assert errors[1] < 0.8 * errors[0] and gptq.abs().max() <= 7
 
 
-def inputs_of_layers(gpt: nn.Module, batches: int) -> dict[str, Tensor]:
+def inputs_of_layers(gpt: nn.Module) -> dict[str, Tensor]:
     """What the weights of linear layers read in GPTQ's batches: (n, columns)."""
     inputs = {"tok_emb.weight": []}
     gpt.output = lambda x: inputs["tok_emb.weight"].append(x) or x
@@ -83,11 +75,9 @@ def inputs_of_layers(gpt: nn.Module, batches: int) -> dict[str, Tensor]:
             layer.register_forward_hook(lambda _, args, y, found=found: found.append(args[0]))
     loader = train_record.DistributedTokenLoader(gpt.hp.files("train"), 0, 1, "cpu")
     with torch.no_grad():
-        for _ in range(batches):
+        for _ in range(gpt.hp.gptq_batches):
             gpt.logits(loader.next_batch(gpt.hp.train_batch_tokens, gpt.hp.train_seq_len, 8)[0])
-    return {
-        name: torch.cat([part.flatten(0, -2) for part in parts]) for name, parts in inputs.items()
-    }
+    return {name: torch.cat(parts).flatten(0, -2) for name, parts in inputs.items()}
 
 
 def error_of(values: dict[str, Tensor], gpt: nn.Module, name: str, x: Tensor) -> Tensor:
@@ -105,7 +95,7 @@ def test_gptq_lowers_the_error_of_each_layer(knobs, all_matrices):
     plain, gptq = (
         dequantize_state_dict_int8(train_record.deserialize(file, "")) for file in files[:2]
     )
-    for name, x in inputs_of_layers(gpt, 2).items():
+    for name, x in inputs_of_layers(gpt).items():
         assert error_of(gptq, gpt, name, x) < 0.9 * error_of(plain, gpt, name, x), name
     nn.init.constant_(gpt.tok_emb.weight, torch.inf)
     assert train_record.export(gpt, gpt.hp, runtime)
@@ -124,7 +114,7 @@ def test_awq_rounds_the_most_salient_columns_finer(knobs, all_matrices):
         gpt.blocks[2].attn.c_v.weight.data[:, 16:24] *= 3
         artifact, _ = train_record.export(gpt, gpt.hp, replace(ALONE, log=Lines()))
         objs.append(train_record.deserialize(artifact, ""))
-    inputs, saliency = inputs_of_layers(gpt, 2), {}
+    inputs, saliency = inputs_of_layers(gpt), {}
     for name in [name for name in inputs if name.startswith("blocks.")]:
         sizes = inputs[name].square().mean(0) ** 0.5 * gpt.state_dict()[name].abs().mean(0)
         saliency |= {(name, 8 * i): sum(part) for i, part in enumerate(sizes.split(8))}
@@ -143,8 +133,9 @@ def entropy(values: Tensor) -> float:
     return values.numel() / 8 * float((shares * -shares.log2()).sum())
 
 
-def pack(encoded: dict) -> bytes:
-    return train_record.compress(train_record.serialize(encoded))
+def unpack(encoded: dict) -> dict[str, Tensor]:
+    data = train_record.compress(train_record.serialize(encoded))
+    return train_record.deserialize(data, "a file")["quantized"]
 
 
 @pytest.mark.parametrize("n", [1, 511, 512, 10_001, 10**6])
@@ -157,13 +148,13 @@ def test_rans_restores_values_and_refuses_damage(n):
     tables, lanes, stream, _, _, levels, _ = encoded["rans"]
     wanted = sum(entropy(part) for part in values.values())
     assert stream.nbytes + lanes.nbytes <= 1.001 * wanted + 8 * train_record.RANS_LANES
-    decoded = train_record.deserialize(pack(encoded), "")["quantized"]
+    decoded = unpack(encoded)
     assert all(torch.equal(decoded[name], values[name]) for name in values)
     for part in (tables, lanes, stream, levels) if n == 10_001 else ():
         index = part.argmax()
         part.flatten()[index] ^= 1
         with pytest.raises(train_record.InputError, match="a file is damaged"):
-            train_record.deserialize(pack(encoded), "a file")
+            unpack(encoded)
         part.flatten()[index] ^= 1
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 import train_record
 from scripts import RECORDS, random_model, read
-from texts import train_tokenizer
 from torch import Tensor, nn
 
 from train_gpt import apply_rotary, attend, rms_norm, rotary_tables
@@ -52,33 +51,16 @@ TWO_LANES = "TWO_LANES=1 LOOP_LAYERS=2"
         (f"{TWO_LANES} NUM_LAYERS=6 LOOP_FIRST=4 PARALLEL_LAYERS=1", "LOOP_LAYERS=2 must be lower"),
         ("NUM_LAYERS=5 LOOP_FIRST=4 LOOP_LAYERS=2", "LOOP_FIRST=4 must be at most "),
         (f"{SLOT}=0.3:0.5", "CONTEXT_GROWTH=.* divide a slot of 64"),
-        (f"{SLOT}=0:1", "CONTEXT_GROWTH=.* divide a slot"),
         (f"{SLOT}=0.5:0.7,0.25:0.2", "CONTEXT_GROWTH=.* must be in order"),
-        (f"{SLOT}=2:0.5", "CONTEXT_GROWTH=.* divide a slot"),
         (f"{SLOT}=0.5", "CONTEXT_GROWTH=.* a finite number"),
-        ("ROPE_FRACTION=1.5", "ROPE_FRACTION=1.5 must be 0 to 1"),
-        ("EMA_DECAY=1", "EMA_DECAY=1.0 must be below 1"),
-        ("LOOP_FROM=1", "LOOP_FROM=1.0 must be .* below 1"),
         ("SMEAR_CHANNELS=40 MODEL_DIM=32", "SMEAR_CHANNELS=40 must be at most MODEL_DIM"),
         ("MATRIX_LEVELS=0", "MATRIX_LEVELS=0 must be 1 to 127"),
-        ("EMBED_LEVELS=128", "EMBED_LEVELS=128 must be 1 to 127"),
         ("LORA_SKIP=c_k,k", "LORA_SKIP=.* must be some of c_q, c_k, c_v, proj, fc, lm_head"),
-        ("LORA_SKIP=c_q,c_k,c_v,proj,fc,lm_head", "LORA_SKIP=.* must be some of c_q"),
-        ("TILT_ORDER=random", "TILT_ORDER='random' must be decoding or stream"),
     ],
 )
 def test_a_knob_that_does_not_fit_the_others_is_refused(knobs, words):
     with pytest.raises(train_record.InputError, match=words):
         from_env(read(knobs))
-
-
-@pytest.mark.parametrize("knob", ["SMEAR_CHANNELS=12", "DOCUMENT_MASK=1"])
-def test_a_technique_that_needs_bos_1_says_so(tmp_path, knobs, knob):
-    tokenizer = tmp_path / "other.model"
-    tokenizer.write_bytes(train_tokenizer(bos_id=2, eos_id=1))
-    hp = from_env({**knobs, "TOKENIZER_PATH": str(tokenizer), **read(knob)})
-    with pytest.raises(train_record.InputError, match="BOS is not 1: set DOCUMENT_MASK=0 and SMEA"):
-        train_record.Validation(hp)
 
 
 # ---- The model, by the formulas of the techniques ------------------------------------------------
@@ -169,30 +151,35 @@ def test_new_parameters_begin_as_documented():
 # ---- Document masks ------------------------------------------------------------------------------
 WIDTH = 96  # so that a row has three documents at most
 DOCUMENTS = f"TRAIN_SEQ_LEN={WIDTH} TRAIN_BATCH_TOKENS={8 * WIDTH}"
+ROWS = torch.randint(4, 1000, (5, WIDTH), generator=torch.Generator().manual_seed(0))
+for row, starts in zip(ROWS, ([0, 40], [10, 60], [1, 95], [], [0, 8, 30, 31, 70]), strict=True):
+    row[starts] = 1
 
 
-def random_rows(*starts: list[int]) -> Tensor:
-    """Random tokens; in each row, BOS at these positions."""
-    rows = torch.randint(4, 1000, (len(starts), WIDTH), generator=torch.Generator().manual_seed(0))
-    for row, places in zip(rows, starts, strict=True):
-        row[places] = 1
-    return rows
-
-
-# Rows, and the lengths of their documents. A row's third document includes those after it.
-ROWS = random_rows([0, 40], [10, 60], [1, 95], [], [0, 8, 30, 31, 70])
-LENGTHS = [40, 56, 10, 50, 36, 1, 94, 1, 96, 8, 22, 66]
-# Documents that the end of a row of T tokens would cut, and one longer than T.
-WHOLE = random_rows([0, 40], [10, 60], []).view(1, -1)
+def cut_plainly(rows: list[list[int]], longest: int) -> tuple[list[int], list[int]]:
+    """The number of each token's document, over all rows, and its position there."""
+    documents, positions, number = [], [], -1
+    for row in rows:
+        in_row = 0
+        for place, token in enumerate(row):
+            is_first = place == 0 or (token == 1 and in_row < max(len(row) // 32, 2))
+            in_row += is_first
+            is_cut = is_first or positions[-1] == longest - 1
+            number += is_cut
+            documents.append(number)
+            positions.append(0 if is_cut else positions[-1] + 1)
+    return documents, positions
 
 
 @pytest.mark.parametrize("knobs", [SMALL, f"{STACK} SMEAR_CHANNELS=0"], ids=["alone", "stack"])
-@pytest.mark.parametrize("rows, lengths", [(ROWS, LENGTHS), (WHOLE, [40, 66, 50, 96, 36])])
-def test_a_document_does_not_depend_on_the_others_in_its_row(knobs, rows, lengths):
-    environ = {**read(knobs), **read(DOCUMENTS)}
+@pytest.mark.parametrize("rows", [ROWS, ROWS.view(1, -1)], ids=["rows", "one row"])
+def test_a_document_does_not_depend_on_the_others_in_its_row(knobs, rows):
     plain, gpt = (
-        random_model(train_record, {**environ, "DOCUMENT_MASK": mask}) for mask in ("0", "1")
+        random_model(train_record, read(f"{knobs} {DOCUMENTS} DOCUMENT_MASK={mask}"))
+        for mask in ("0", "1")
     )
+    documents, _ = cut_plainly(rows.tolist(), WIDTH)
+    lengths = torch.tensor(documents).bincount().tolist()
     expected = [plain.logits(document[None]) for document in rows.flatten().split(lengths)]
     torch.testing.assert_close(gpt.logits(rows), torch.cat(expected), rtol=1e-4, atol=1e-4)
 
@@ -220,21 +207,6 @@ def test_flash_attention_agrees_with_the_mask(longest, monkeypatch):
     mask, bounds = (train_record.find_documents(ROWS, longest, f)[0] for f in (False, True))
     expected, y = (train_record.attend_within(documents, *qkv) for documents in (mask, bounds))
     torch.testing.assert_close(y, expected)
-
-
-def cut_plainly(rows: list[list[int]], longest: int) -> tuple[list[int], list[int]]:
-    """The number of each token's document, over all rows, and its position there."""
-    documents, positions, number = [], [], -1
-    for row in rows:
-        in_row = 0
-        for place, token in enumerate(row):
-            is_first = place == 0 or (token == 1 and in_row < max(len(row) // 32, 2))
-            in_row += is_first
-            is_cut = is_first or positions[-1] == longest - 1
-            number += is_cut
-            documents.append(number)
-            positions.append(0 if is_cut else positions[-1] + 1)
-    return documents, positions
 
 
 @pytest.mark.parametrize("size", [40, 192])  # of a row, which has two or six documents at most

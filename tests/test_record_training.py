@@ -2,7 +2,6 @@
 averages; resumed runs, two ranks and stages of whole records."""
 
 import functools
-import itertools
 import re
 import signal
 from collections.abc import Callable
@@ -29,13 +28,6 @@ TINY = (
     "ITERATIONS=4 WARMUP_STEPS=0 BATCH_SLOTS=2 TRAIN_BATCH_TOKENS=256 VAL_BATCH_SIZE=320 "
     "MAX_VAL_TOKENS=320 VAL_LOSS_EVERY=0"
 )
-
-
-@pytest.fixture
-def all_matrices(monkeypatch) -> None:
-    """Quantize them, in small models, too."""
-    for script in (train_gpt, train_record):
-        monkeypatch.setattr(script, "INT8_KEEP_FLOAT_MAX_NUMEL", 500)
 
 
 # ---- Each technique acts -------------------------------------------------------------------------
@@ -113,9 +105,6 @@ def test_a_technique_acts(run, words, all_matrices, monkeypatch):
         assert with_it == without and not same_models(folder, plain_folder)
     else:
         assert abs(with_it - without) > 1e-5  # more than rounding
-    if words in TRAINING:
-        weights = [(path / "final_model.pt").read_bytes() for path in (folder, plain_folder)]
-        assert weights[0] != weights[1]
 
 
 EDGES = "TIE_EMBEDDINGS=0 GRAD_CLIP_NORM=0.1 WARMDOWN_FRAC=0.5 EVAL_STRIDE=16 DTYPE=bf16 SEED=3"
@@ -141,9 +130,6 @@ def test_weight_decay_shrinks_each_group_by_its_own_rate():
     for param in before:
         param.grad = torch.zeros_like(param)
     for optimizer in train_record.build_optimizers(gpt):
-        saved = optimizer.state_dict()
-        saved["param_groups"][0]["weight_decay"] = 9.0  # a resumed run takes it from its knobs
-        train_record.load_optimizer(optimizer, saved, False)
         optimizer.step()
     factors = {"embed": 1 - 0.3 * 0.2, "matrix": 1 - 0.4 * 0.1, "scalar": 1 - 0.5 * 0.5}
     for name, params in train_record.parameter_groups(gpt, gpt.hp).items():
@@ -151,17 +137,15 @@ def test_weight_decay_shrinks_each_group_by_its_own_rate():
             torch.testing.assert_close(param.detach(), factors[name] * before[param])
 
 
-def test_muon_scales_the_rows_in_fp32():
-    torch.manual_seed(0)
-    param = nn.Parameter(torch.zeros(8, 64))
-    param.grad = torch.randn(8, 64) * torch.logspace(-3, 3, 8)[:, None]
+def test_muon_gives_all_rows_one_length():
+    """Before Newton-Schulz, and before the cast: to divide rounds twice."""
+    param = nn.Parameter(torch.zeros(4, 64))
+    param.grad = torch.randn(4, 64) * torch.logspace(-3, 3, 4)[:, None]
     muon = train_record.Muon([param], lr=1.0, momentum=0.9, backend_steps=5, equal_rows=True)
-    inputs = []
-    muon.newton_schulz = lambda stack, steps: inputs.append(stack) or stack
     muon.step()
     rows = param.grad / param.grad.norm(dim=1, keepdim=True)
-    assert torch.equal(inputs[0][0], rows.bfloat16())  # after the cast, to divide rounds twice
-    assert torch.equal(param.detach(), -rows.bfloat16().float())
+    expected = train_gpt.newton_schulz(rows.bfloat16()[None], 5)[0]
+    assert torch.equal(param.detach(), -expected.float())
 
 
 def test_the_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path):
@@ -190,21 +174,15 @@ def test_the_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path):
     assert starts != first + second != third + fourth
     assert steps(2) == steps(4) == [first, second, third, fourth]
     assert steps(1, seed=2)[0] != first
-    with pytest.raises(train_record.InputError, match="no train shard has 99 tokens"):
-        ShuffledTokenLoader(f"{tmp_path}/*", 0, 1, "cpu").next_batch(99, 99, 1)
 
 
 def test_the_average_counts_each_step_by_its_age(knobs):
-    """A run that is resumed without an average begins with its weights."""
     state = TrainingState(from_env({**knobs, "EMA_DECAY": "0.5"}), ALONE)
     for state.step, value in enumerate((7.0, 3.0, 1.0), start=1):
         nn.init.constant_(state.gpt.tok_emb.weight, value)
         state.update_ema()
     average = state.ema["tok_emb.weight"].unique().tolist()
     assert average == pytest.approx([(7 / 4 + 3 / 2 + 1) / (1 / 4 + 1 / 2 + 1)])
-    state.load_state_dict({**state.state_dict(), "ema": {}})
-    state.update_ema()
-    assert state.ema["tok_emb.weight"].unique().tolist() == [1]
 
 
 @pytest.mark.parametrize("whole", ["0", "1"])
@@ -212,7 +190,7 @@ def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
     tmp_path, knobs, whole, monkeypatch
 ):
     """The warm-up visits all stages, at the full rates. Validation and calibration see whole
-    sequences. The first step has the loss of a run with the first context."""
+    sequences."""
     steps, others = [], []
 
     def train_step(state, train_step=train_record.train_step):
@@ -228,13 +206,8 @@ def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
     monkeypatch.setattr(train_record, "find_documents", find_documents)
     settings = f"{TINY} DOCUMENT_MASK=1 WHOLE_DOCUMENTS={whole} WARMUP_STEPS=4 ITERATIONS=6"
     settings += " LOOP_LAYERS=2 LOOP_FROM=0.5 LOOP_TIMES=2 WARMDOWN_ITERS=4 MIN_LR=0.6"
-    environ = {**knobs, **read(f"{settings} VAL_LOSS_EVERY=6 GPTQ_BATCHES=1")}
-    losses = []
-    for changes in ("TRAIN_SEQ_LEN=8 ITERATIONS=1", "CONTEXT_GROWTH=0.25:0.3,0.5:0.6"):
-        del steps[:], others[:]
-        result = run_here(tmp_path, {**environ, **read(changes)}, train_record)
-        losses += re.findall(r"step:1/.*train_loss:(\S+)", "\n".join(finished(result)))
-    assert losses[0] == losses[1]
+    settings += " VAL_LOSS_EVERY=6 GPTQ_BATCHES=1 CONTEXT_GROWTH=0.25:0.3,0.5:0.6"
+    finished(run_here(tmp_path, {**knobs, **read(settings)}, train_record))
     numbers = (3, 3, 7, 7, 3, 3, 3, 7, 7, 7)  # of layers; the warm-up is at 0, 1/3, 2/3 and 1
     factors = (1, 1, 1, 1, 1, 1, 1, 0.75, 0.6, 0.6)
     contexts = (8, 16, 32, 32, 8, 8, 16, 16, 32, 32)
@@ -246,10 +219,9 @@ def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
 # ---- Whole records -------------------------------------------------------------------------------
 @pytest.mark.records
 def test_each_stage_of_a_run_is_compiled_in_the_warm_up(tmp_path, knobs, monkeypatch):
-    stages, graphs = [], []
+    graphs = []
 
     def train_step(state, train_step=train_record.train_step):
-        stages.append((len(state.gpt.order), state.gpt.context))
         loss = train_step(state)
         graphs.append(counters["stats"]["unique_graphs"])
         return loss
@@ -261,10 +233,7 @@ def test_each_stage_of_a_run_is_compiled_in_the_warm_up(tmp_path, knobs, monkeyp
     with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8):
         finished(run_here(tmp_path, {**knobs, **read(settings)}, train_record))
         assert not torch._dynamo.config.optimize_ddp
-    run = [stage for stage, _ in itertools.groupby(stages[20:])]
-    assert run == [(3, 8), (3, 16), (5, 16), (5, 32)]
-    assert run == [stage for stage, _ in itertools.groupby(stages[:20])]
-    assert graphs[19:] == 21 * [graphs[19]]
+    assert 0 < graphs[0] < graphs[19] and graphs[19:] == 21 * [graphs[19]]
 
 
 def be_a_record() -> None:
@@ -293,9 +262,8 @@ def test_a_record_resumes_and_runs_on_two_ranks(
         warm_up(state)
         assert train_record.serialize(state.state_dict()) == before
 
-    with monkeypatch.context() as checking:
-        checking.setattr(train_record, "warm_up", warm_up)
-        lines = finished(run_here(whole, environ, train_record))
+    monkeypatch.setattr(train_record, "warm_up", warm_up)
+    lines = finished(run_here(whole, environ, train_record))
     assert not [line for line in lines if line.startswith("WARNING")]
     with monkeypatch.context() as stopping:
         send_signals(stopping, 3, signal.SIGTERM, script=train_record)

@@ -43,18 +43,11 @@ EDITS = {  # old text and new
         KEYS: f"{KEYS}        self.k_gain = nn.Parameter(torch.ones(D // hp.num_heads))\n",
         ROTATED: f"{ROTATED}        k = k * self.k_gain.to(x.dtype)\n",
     },
-    "silu": {"F.relu(self.fc(x)).square()": "F.silu(self.fc(x))"},
     "swiglu": {
         MLP: SWIGLU,
         RELU_SQUARED: "        hidden = F.silu(self.gate(x)) * self.fc(x)\n",
     },
     "untied": {"tie_embeddings: bool = True": "tie_embeddings: bool = False"},
-    "output_gate": {
-        "        self.q_gain =": (
-            "        self.c_g = CastedLinear(D, D, bias=False)\n        self.q_gain ="
-        ),
-        "y.reshape(B, T, D)": "y.reshape(B, T, D) * torch.sigmoid(self.c_g(x))",
-    },
     "bigram": {
         BEFORE_INIT: f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}",
         NORM: (
@@ -71,22 +64,6 @@ EDITS = {  # old text and new
     },
     "dropout": {LAST_NORM: f"        x = F.dropout(x, 0.1, self.training)\n{LAST_NORM}"},
     "ten_layers": {"num_layers: int = 9": "num_layers: int = 10"},
-    "positions": {
-        BEFORE_INIT: (
-            "        self.positions = nn.Parameter(torch.zeros(hp.train_seq_len, D))\n"
-            + BEFORE_INIT
-        ),
-        NORM: "        x = x0 = rms_norm(x) + self.positions[: input_ids.size(1)].to(x.dtype)\n",
-        "apply_rotary(rms_norm(q), cos, sin)": "rms_norm(q)",
-        "apply_rotary(rms_norm(k), cos, sin)": "rms_norm(k)",
-        GROUPS: f'{GROUPS}OPTIMIZER_GROUPS |= {{"positions": "embed"}}\n',
-    },
-    "sgd": {
-        "    for group in adam.param_groups": (
-            '    muon = torch.optim.SGD(params["matrix"], lr=0.01, momentum=0.9)\n'
-            "    for group in adam.param_groups"
-        )
-    },
     "leaky_relu": {RELU_SQUARED: "        hidden = F.leaky_relu(self.fc(x), 0.5).square()\n"},
     "skip_gates": {
         BLOCKS: (
@@ -112,7 +89,7 @@ EDITS = {  # old text and new
     },
     "min_lr": {FACTOR: FACTOR.replace("factor", "max(factor, 0.1)")},
 }
-TOGETHER = [*README, "swiglu", "untied", "output_gate", "codec", "dropout", "ten_layers"]
+TOGETHER = [*README, "swiglu", "untied", "codec", "dropout", "ten_layers"]
 
 
 def edit_script(source: str, names: list[str]) -> str:

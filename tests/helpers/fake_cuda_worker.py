@@ -52,11 +52,8 @@ class FakeGPU(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.pinned: list[torch.Tensor] = []
+        self.pinned: dict[int, torch.Tensor] = {}  # by address
         self.waits: list[str] = []  # of the host for the device
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return any(tensor.data_ptr() == pinned.data_ptr() for pinned in self.pinned)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
@@ -64,8 +61,8 @@ class FakeGPU(TorchDispatchMode):
         devices = {tensor.device.type for tensor in tensors}
         if func is aten._pin_memory.default:
             assert devices == {"cpu"}
-            self.pinned.append(args[0].clone())
-            return self.pinned[-1]
+            pinned = args[0].clone()
+            return self.pinned.setdefault(pinned.data_ptr(), pinned)
         if func is aten._local_scalar_dense.default and devices == {"cuda"}:
             self.waits.append("a value is fetched")
             return 0.0
@@ -80,7 +77,7 @@ class FakeGPU(TorchDispatchMode):
             way = source.device.type, result.device.type
             if way == ("cuda", "cpu"):
                 self.waits.append("copied from the GPU")
-            elif way == ("cpu", "cuda") and not (asks and self.is_pinned(source)):
+            elif way == ("cpu", "cuda") and not (asks and source.data_ptr() in self.pinned):
                 self.waits.append("copied to the GPU")
         if target == "cpu" and func is aten._to_copy.default and "device" in kwargs:
             return torch.zeros(result.shape, dtype=result.dtype)
@@ -122,6 +119,7 @@ def main() -> None:
         state = train_gpt.TrainingState(hp, runtime)
         batch = (hp.train_batch_tokens, hp.train_seq_len, 1)
         check("batch", state.loader.next_batch, *batch)
+        check("schedule", train_gpt.set_schedule, state.optimizers, 0.5, 0.9)
         check("step", train_gpt.train_step, state)
         state.load_state_dict(check("state_dict", state.state_dict))
         check("optimizer state", lambda: [[*one.state.values()] for one in state.optimizers])

@@ -24,9 +24,8 @@ def record_knobs(preset: str, knobs: dict[str, str]) -> dict[str, str]:
     """The environment of a small run of a record. knobs: of a small run. A technique that the
     record lacks stays off."""
     preset_knobs = train_record.PRESETS[preset]
-    small = {knob: value for knob, value in read(SMALL_RECORD).items() if knob in preset_knobs}
-    if preset_knobs.get("EVAL_STRIDE") == "0":
-        del small["EVAL_STRIDE"]
+    small = read(SMALL_RECORD).items()
+    small = {knob: value for knob, value in small if preset_knobs.get(knob, "0") != "0"}
     return {**knobs, **small, "PRESET": preset}
 
 
