@@ -63,13 +63,16 @@ def test_a_space_inside_a_piece_is_one_byte():
     assert train_gpt.count_bytes(sp, np.array(ids)) == len(sp.decode(ids).encode())
 
 
+# The piece of a lone space gets another name, as if the tokenizer had been trained without it.
+WITHOUT_SPACE = b"\n\3\xe2\x96\x81\x15", b"\n\3\xe9\xbf\xbf\x15"
+
+
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_a_lone_space_without_a_piece_is_one_byte(model_type):
     """Its three byte tokens count as a leading space does: 0 at the beginning of a document."""
     settings = {"model_type": model_type, "normalization_rule_name": "identity"}
     model = train_tokenizer(**settings, remove_extra_whitespaces=False)
-    piece = b"\n\3\xe2\x96\x81\x15"  # as if trained without it
-    sp = SentencePieceProcessor(model_proto=model.replace(piece, b"\n\3\xe9\xbf\xbf\x15"))
+    sp = SentencePieceProcessor(model_proto=model.replace(*WITHOUT_SPACE))
     space = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
     texts = [*TEXTS, "a  b", " \u00e2 \u2580", "a   "]
     assert sp.encode(" 1  ")[-3:] == space
@@ -82,6 +85,13 @@ def test_a_lone_space_without_a_piece_is_one_byte(model_type):
     for tokens in ([letter, *space[:2]], [*space], [letter, *space[::-1]]):  # no whole space
         assert train_gpt.count_bytes(sp, np.array(tokens)) == len(tokens) - 1
     assert is_right(sp, encode(sp, texts))
+
+
+def test_without_byte_pieces_unknown_spaces_have_no_bytes():
+    model = train_tokenizer(byte_fallback=False)
+    sp = SentencePieceProcessor(model_proto=model.replace(*WITHOUT_SPACE))
+    letter, unk = sp.piece_to_id("a"), sp.unk_id()
+    assert train_gpt.count_bytes(sp, np.array([letter, unk, unk, unk, letter])) == 1
 
 
 @pytest.fixture

@@ -205,19 +205,23 @@ def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
     assert final_files(tmp_path / "previous") == files
 
 
+@pytest.mark.parametrize("late, lost", [(MODEL, {ARTIFACT, RESULT}), (RESULT, set())])
 def test_the_files_of_a_run_that_ends_first_in_the_same_folder_are_not_lost(
-    tmp_path, knobs, monkeypatch
+    tmp_path, knobs, monkeypatch, late, lost
 ):
-    """They replace an older set."""
-    (tmp_path / RESULT).write_bytes(b"older")
+    """It writes a model, which replaces an older set, or the score of a model that has moved."""
+    old = dict.fromkeys((MODEL, ARTIFACT, RESULT), b"older")
+    for name in old:
+        (tmp_path / name).write_bytes(b"older")
 
     def train_step(state, train_step=train_gpt.train_step):
-        (tmp_path / MODEL).write_bytes(b"another run's")
+        (tmp_path / late).write_bytes(b"another run's")
         return train_step(state)
 
     monkeypatch.setattr(train_gpt, "train_step", train_step)
     finished(run_here(tmp_path, {**knobs, "WARMUP_STEPS": "0", "ITERATIONS": "1"}))
-    assert final_files(tmp_path / "previous") == {MODEL: b"another run's"}
+    kept = {name: text for name, text in old.items() if name not in lost}
+    assert final_files(tmp_path / "previous") == {**kept, late: b"another run's"}
     assert len(final_files(tmp_path)) == 3
 
 

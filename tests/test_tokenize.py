@@ -139,6 +139,7 @@ def test_bad_specs_are_named(tmp_path):
     bad = {
         "tokenizer 2: .*vocab_sise": [{"vocab_size": 512}, {"vocab_sise": 5}],
         "'tiktoken' is not one of": [{"kind": "tiktoken"}],
+        "vocab_size 65537 must be 1 to 65536": [{"vocab_size": 65_537}],
         "vocab_size 256 must be 260": [{"kind": "byte", "vocab_size": 256}],
         "2: fineweb10B_sp9 is another": [{"vocab_size": 9}, {"vocab_size": 9, "name": "n"}],
     }
@@ -277,7 +278,7 @@ def test_bad_documents_are_named(tmp_path):
         ("a.jsonl", b"\x1f\x8b\x08", "is compressed"),
         ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c .*a.txt > fixed.txt"),
         ("a", b"%PDF-1.4", "extract"), ("a.txt", "caf\u00e9".encode("utf-16"), "convert"),
-        ("a", b"\n \n", "has no text"), ("a", b"one", "has 1 documents, .*blank lines"),
+        ("a", b"\n \n", "has no text"), ("a", b"one", "has 1 documents, .*add text"),
         ("a", b'{"text": "a"}\n\n{', "line 3 must be"), ("a", b'{"text": 5}', "line 1 must be"),
     ]  # fmt: skip
     for name, content, words in bad:
