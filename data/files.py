@@ -26,16 +26,12 @@ MANIFEST = "manifest.json"
 UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
 
 
-def printable() -> None:
-    """Let stdout, unless it is closed, print what its encoding lacks as an escape."""
-    with contextlib.suppress(AttributeError):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def start_program(doc: str | None) -> argparse.ArgumentParser:
-    """Let stdout print any text, and return a parser that shows the docstring's first line."""
-    printable()
-    return argparse.ArgumentParser(description=(doc or "").partition("\n")[0])  # python -OO: None
+    """Let stdout print any text, and return a parser whose help shows this docstring."""
+    with contextlib.suppress(AttributeError):  # a closed stdout
+        sys.stdout.reconfigure(errors="backslashreplace")
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=layout)
 
 
 def count_tokens(path: Path) -> int:

@@ -11,7 +11,6 @@ import statistics
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-from files import write_shard
+from files import start_program, write_shard
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
 import train_gpt
@@ -65,7 +64,7 @@ def list_kernels(step: Callable, device: torch.device) -> list[str]:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = start_program(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
     parser.add_argument("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
     parser.add_argument("--kernels", action="store_true", help="list the ten that take most time")

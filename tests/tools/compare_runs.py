@@ -15,7 +15,6 @@ Needs pip install scipy matplotlib."""
 import math
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -29,7 +28,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
-from trained import printable
+from trained import start_program
 
 # Facts in which all finished runs should agree.
 SHARED_FACTS = ("data", "validation", "batch", "length", "time_limit", "stride")
@@ -252,8 +251,7 @@ def draw(groups: list[Group]) -> Figure:
 
 # ---- command line --------------------------------------------------------------------------------
 def main(arguments: list[str] | None = None) -> NoReturn:
-    printable()
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = start_program(__doc__)
     logs_help = "runs to show (default: the newest log in logs/, with a picture next to it)"
     parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help=logs_help)
     parser.add_argument("--baseline", nargs="+", type=Path, metavar="LOG")

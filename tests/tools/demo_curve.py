@@ -6,8 +6,6 @@
 Start it where the demo ran. Needs matplotlib."""
 
 import lzma
-import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ from logs import Run, read_run
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from sentencepiece import SentencePieceProcessor
+from trained import start_program
 
 DATASET, TOKENIZER = Path("data/datasets/demo_sp1024"), "data/tokenizers/demo_1024_bpe.model"
 # Text stays text, with one font name; the file is the same each time.
@@ -33,8 +32,6 @@ def read_text(split: str) -> bytes:
 
 def draw(run: Run) -> Figure:
     """Draw the validations of a run, on white, so that they can be read on a dark page, too."""
-    if not run.facts.get("data", "").startswith(f"dataset:{DATASET.name} "):
-        sys.exit("the log is not one of the demo, to which the compressors belong")
     steps, bpb = [*run.val], [run.bpb_per_nat * loss for loss in run.val.values()]
     train, val = read_text("train"), read_text("val")
     alone = 8 * xz_size(val) / len(val)
@@ -56,7 +53,7 @@ def draw(run: Run) -> Figure:
 
 
 if __name__ == "__main__":
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = start_program(__doc__)
     parser.add_argument("log", type=Path)
     parser.add_argument("picture", type=Path, help="the .svg to write")
     args = parser.parse_args()

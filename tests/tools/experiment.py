@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +29,7 @@ from statistics import fmean
 import anytime
 import torch
 from jobs import Machine, Run, Side, show, train
-from trained import OWN, RECORD, SCRIPT, files, load_script, printable, unknown_knobs
+from trained import OWN, RECORD, SCRIPT, files, load_script, start_program, unknown_knobs
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
@@ -254,8 +254,7 @@ def prepare(args: Namespace) -> Experiment:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    printable()
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = start_program(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="150 steps, as in README.md")
     add("--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE")

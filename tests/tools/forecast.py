@@ -8,17 +8,15 @@ the script as `pack.py --minify` does. Exit code 0: it fits. 1: it does not."""
 
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import pack
 import torch
-from trained import existing_file, load_script, printable
+from trained import existing_file, load_script, start_program
 
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
-    printable()
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = start_program(__doc__)
     parser.add_argument("script", type=existing_file, nargs="?", default="train_gpt.py")
     parser.add_argument("--std", type=float, default=0.3, help="weights' standard deviation (0.3)")
     args = parser.parse_args(arguments)

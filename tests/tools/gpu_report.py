@@ -8,13 +8,12 @@ import os
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from subprocess import CalledProcessError, TimeoutExpired, getoutput, run
 
 import torch
 from logs import read_run
-from trained import SCRIPT, load_script, printable
+from trained import SCRIPT, load_script, start_program
 
 TOOLS = Path(__file__).resolve().parent
 DEMO = "PRESET=demo BATCH_SLOTS=8 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
@@ -54,8 +53,7 @@ def compare() -> None:
 
 def main() -> int:
     """Write the report. Returns the exit code."""
-    printable()
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = start_program(__doc__)
     parser.add_argument("--tiny", action="store_true", help="measure nothing, try everything")
     is_tiny = parser.parse_args().tiny
     gpu = getoutput("nvidia-smi --query-gpu=name,driver_version --format=csv,noheader")

@@ -9,10 +9,9 @@ import ast
 import base64
 import importlib.util
 import lzma
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from trained import existing_file, printable
+from trained import existing_file, start_program
 
 # Tracebacks, inspect and torch.compile read source lines from linecache. The empty lines keep the
 # line numbers of the text apart from those of this template. Before Python 3.13 the default
@@ -52,8 +51,7 @@ def pack(source: str) -> str:
 
 
 def main() -> None:
-    printable()
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = start_program(__doc__)
     parser.add_argument("script", type=existing_file)
     parser.add_argument("packed", type=Path, help="the file to write")
     parser.add_argument("--minify", action="store_true", help="remove comments and docstrings")

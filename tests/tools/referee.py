@@ -345,7 +345,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--places", type=int, default=32, help="in it that change (32)")
     parser.add_argument("--minutes", type=float, default=10, help="for all rules together (10)")
     args = parser.parse_args(arguments)
-    trained.printable()
     if "RANK" in os.environ:
         parser.error("start it without torchrun: it is one process")
     try:

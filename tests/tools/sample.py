@@ -10,7 +10,7 @@ from argparse import Namespace
 
 import torch
 from sentencepiece import SentencePieceProcessor
-from trained import decode, encode, load_script, model_parser, open_model, printable
+from trained import decode, encode, load_script, model_parser, open_model
 
 
 @torch.no_grad()
@@ -42,7 +42,6 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"--temperature {args.temperature} must be finite, 0 or more")
     if not 0 <= args.seed < 2**63:
         sys.exit(f"--seed {args.seed} must be from 0 to 2**63 - 1")
-    printable()
     script = load_script(args.script)
     try:
         gpt, runtime = open_model(script, args.model, {"DEVICE": "auto", "DTYPE": "fp32"})

@@ -25,7 +25,7 @@ sys.path.append(str(SCRIPT.parent / "data"))
 import caseops  # noqa: E402
 import files  # noqa: E402
 
-printable = files.printable
+start_program = files.start_program
 
 
 def existing_file(name: str) -> Path:
@@ -37,7 +37,7 @@ def existing_file(name: str) -> Path:
 
 def model_parser(doc: str | None) -> ArgumentParser:
     """Return the command line of a tool that opens a model. doc: its docstring; None with -OO."""
-    parser = ArgumentParser(description=(doc or "").partition("\n\n")[0])
+    parser = start_program(doc)
     parser.add_argument("model", type=existing_file, help="artifact, final_model.pt or checkpoint")
     script_help = "trained the model (default: train_gpt.py)"
     parser.add_argument("--script", type=existing_file, default=SCRIPT, help=script_help)
