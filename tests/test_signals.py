@@ -2,7 +2,6 @@
 and after it, at once. (Signals to one of several ranks, and to torchrun: test_checkpoints.py.)"""
 
 import json
-import os
 import re
 import signal
 import sys
@@ -10,11 +9,12 @@ import zlib
 from functools import partial
 
 import pytest
+import runs
 import torch
-from runs import SCRIPT, finished, run_here, run_ranks, send_signals, start_in_terminal
+from runs import SCRIPT, call_before, finished, run_here, run_ranks, send_signals
 
 import train_gpt
-from train_gpt import Hyperparameters
+from train_gpt import GPT, Hyperparameters
 
 ADVICE = "rerun this command with RESUME=auto RUN_ID=test"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -38,13 +38,8 @@ def test_a_signal_ends_the_step_and_saves_and_further_ones_change_nothing(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, knobs, monkeypatch, number):
     """By nohup, or by a script's `train_gpt.py &`. Also after the training."""
-
-    def export(*arguments, export=train_gpt.export):
-        os.kill(os.getpid(), number)
-        return export(*arguments)
-
     send_signals(monkeypatch, 1, number)
-    monkeypatch.setattr(train_gpt, "export", export)
+    call_before(monkeypatch, GPT, "eval", lambda *_: signal.raise_signal(number))
     before = signal.signal(number, signal.SIG_IGN)
     result = run_here(tmp_path, {**knobs, **QUICK})
     signal.signal(number, before)
@@ -52,29 +47,23 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, knobs, m
 
 
 def signal_in(name: str) -> None:
-    """SIGTERM comes in the first call of this function of the script."""
-    function = getattr(train_gpt, name)
-
-    def changed(*arguments):
-        setattr(train_gpt, name, function)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return function(*arguments)
-
-    setattr(train_gpt, name, changed)
+    """SIGTERM comes in the export, or when the last validation begins."""
+    place = GPT if name == "train" else train_gpt
+    call_before(pytest.MonkeyPatch(), place, name, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
-@pytest.mark.parametrize("name", ["write_file", "evaluate"])
+@pytest.mark.parametrize("name", ["quantize_state_dict_int8", "train"])
 def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs, name):
     """They are written first, then the last validation begins, which it ends. The result has the
     knobs and checksums, but no score."""
     (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=partial(signal_in, name))
     assert result.returncode == -signal.SIGTERM and "val_loss:" not in result.stdout
-    assert ("stopped: signal:15: not scored" in result.stdout) == (name == "write_file")
+    assert ("stopped: signal:15" in result.stdout) == (name != "train")
     files = ("final_model.pt", "final_model.int8.ptz")
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_result.json", *files}
     facts = json.loads((tmp_path / "final_result.json").read_text())
     assert facts["knobs"]["num_layers"] == 1 and "val_loss" not in facts
-    gpt = train_gpt.GPT(Hyperparameters.from_env({**knobs, **QUICK}), torch.float32)
+    gpt = GPT(Hyperparameters.from_env({**knobs, **QUICK}), torch.float32)
     for file in files:
         data = (tmp_path / file).read_bytes()
         assert facts["crc32"][file] == zlib.crc32(data)
@@ -82,19 +71,18 @@ def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs
 
 
 def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, monkeypatch):
-    def warm_up(state):
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(train_gpt, "warm_up", warm_up)
+    """It comes in the warm-up."""
+    call_before(monkeypatch, GPT, "forward", lambda *_: signal.raise_signal(signal.SIGINT))
     result = run_here(tmp_path, knobs)
     assert (result.returncode, result.stderr) == (130, "")
 
 
 def test_a_closed_terminal_loses_nothing(tmp_path, knobs):
     environ = {**knobs, **QUICK, "ITERATIONS": "100000"}
-    process, terminal = start_in_terminal(tmp_path, environ, [sys.executable, SCRIPT])
+    process, terminal = runs.start_in_terminal(tmp_path, environ, [sys.executable, SCRIPT])
     with open(terminal, "rb", buffering=0) as lines:
-        while b"step:1/" not in lines.readline():
+        status = rb"tokens/s, step:1/100000\r\x1b\[Kstep:2/"  # cleared before the next line
+        while not re.search(status, lines.readline()):
             pass
     assert process.wait(timeout=240) == 129
     last = (tmp_path / "logs" / "test.txt").read_text().splitlines()[-1]

@@ -153,18 +153,30 @@ def run_here(
     return subprocess.CompletedProcess("run", code, output.getvalue(), errors.getvalue())
 
 
+def call_before(
+    monkeypatch: pytest.MonkeyPatch, place: object, name: str, action: Callable
+) -> None:
+    """Before each call of a function of a class or module, call action with its arguments."""
+    function = getattr(place, name)
+
+    def changed(*arguments):
+        action(*arguments)
+        return function(*arguments)
+
+    monkeypatch.setattr(place, name, changed)
+
+
 def send_signals(
     monkeypatch: pytest.MonkeyPatch, step: int, *numbers: int, script: ModuleType = train_gpt
 ) -> None:
     """Let this process receive these signals during a step."""
 
-    def train_step(state, train_step=script.train_step):
+    def send(state):
         if state.step + 1 == step:
             for number in numbers:
-                os.kill(os.getpid(), number)
-        return train_step(state)
+                signal.raise_signal(number)
 
-    monkeypatch.setattr(script, "train_step", train_step)
+    call_before(monkeypatch, script, "train_step", send)
 
 
 def launch_command(ranks: int) -> list[str]:
