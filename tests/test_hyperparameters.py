@@ -1,15 +1,11 @@
 """Hyperparameters: defaults, conversion, presets, errors."""
 
-import __future__
-
 import dataclasses
 import inspect
 import re
-import sys
-from types import ModuleType
 
 import pytest
-from runs import SCRIPT, finished, run_here, same_models
+from runs import finished, run_here, same_models
 
 from train_gpt import Hyperparameters, InputError
 
@@ -47,21 +43,15 @@ def test_defaults_are_the_contracts():
     assert run_id != Hyperparameters().run_id
 
 
-@pytest.mark.parametrize("flags", [0, __future__.annotations.compiler_flag])
-def test_every_type_is_converted(monkeypatch, flags):
-    """Also after `from __future__ import annotations`, which players paste: it turns the types of
-    the knobs into strings."""
-    script = ModuleType("edited")
-    monkeypatch.setitem(sys.modules, "edited", script)
-    exec(compile(SCRIPT.read_text(), "edited.py", "exec", flags), vars(script))
+def test_every_type_is_converted():
     environ = {"NUM_LAYERS": "3", "MATRIX_LR": "2e-2", "TIE_EMBEDDINGS": "0", "RUN_ID": "x"}
     environ |= {"CONTROL_TENSOR_NAME_PATTERNS": "a, b,,c"}
-    hp = script.Hyperparameters.from_env(environ)
+    hp = Hyperparameters.from_env(environ)
     assert (hp.num_layers, hp.matrix_lr, hp.tie_embeddings, hp.run_id) == (3, 0.02, False, "x")
     assert hp.control_tensor_name_patterns == ("a", "b", "c")
     assert hp.int8_keep_float_fp32_name_patterns == ("a", "b", "c")  # follows unless set
     both = {**environ, "INT8_KEEP_FLOAT_FP32_NAME_PATTERNS": "b"}
-    assert script.Hyperparameters.from_env(both).int8_keep_float_fp32_name_patterns == ("b",)
+    assert Hyperparameters.from_env(both).int8_keep_float_fp32_name_patterns == ("b",)
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,7 @@ def process_environ(environ: dict[str, str]) -> dict[str, str]:
     return {**base, "OMP_NUM_THREADS": "1", **environ}
 
 
-def be_a_rank(
-    folder: Path,
-    environ: dict[str, str],
-    command: list[str],
-    output: str,
-    edit: Callable[[], None] | None,
-) -> None:
+def be_a_rank(folder: Path, environ: dict, command: list, output: str, edit: Callable | None):
     """Turn this process into one that runs a script, or train_gpt.py after an edit of it."""
     os.chdir(folder)
     os.environ.clear()
@@ -153,9 +147,7 @@ def run_here(
     return subprocess.CompletedProcess("run", code, output.getvalue(), errors.getvalue())
 
 
-def call_before(
-    monkeypatch: pytest.MonkeyPatch, place: object, name: str, action: Callable
-) -> None:
+def call_before(patch: pytest.MonkeyPatch, place: object, name: str, action: Callable) -> None:
     """Before each call of a function of a class or module, call action with its arguments."""
     function = getattr(place, name)
 
@@ -163,7 +155,7 @@ def call_before(
         action(*arguments)
         return function(*arguments)
 
-    monkeypatch.setattr(place, name, changed)
+    patch.setattr(place, name, changed)
 
 
 def send_signals(
