@@ -24,16 +24,8 @@ def long_knobs(knobs):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, long_knobs):
-    """The folder of a run with a checkpoint every seven steps."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    finished(run_here(folder, {**long_knobs, "CHECKPOINT_EVERY": "7"}))
-    return folder
-
-
-@pytest.fixture(scope="module")
 def stopped(tmp_path_factory, long_knobs):
-    """The folder of the same run, stopped by a signal in step 14."""
+    """The folder of a run that a signal stopped in step 14."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as monkeypatch:
         send_signals(monkeypatch, 14, signal.SIGTERM)
@@ -54,10 +46,9 @@ def resume_line(lines: list[str]) -> str:
 
 
 # ---- one process ---------------------------------------------------------------------------------
-def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(
-    undisturbed, copied, long_knobs
-):
+def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(copied, long_knobs):
     """The training time continues, too."""
+    finished(run_here(copied / "whole", {**long_knobs, "CHECKPOINT_EVERY": "7"}))
     environ = {**long_knobs, "RESUME": "auto", "CHECKPOINT_EVERY": "0", "TRAIN_LOG_EVERY": "1"}
     lines = finished(run_here(copied, environ))
     begin, _, changes = resume_line(lines).partition(" changed:")
@@ -65,7 +56,7 @@ def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(
     assert set(changes.split()) == {"TRAIN_LOG_EVERY:200->1", "CHECKPOINT_EVERY:7->0"}
     steps = [line.split()[0] for line in lines if "train_loss" in line]
     assert steps == [f"step:{step}/20" for step in range(15, 21)]
-    assert same_models(copied, undisturbed)
+    assert same_models(copied, copied / "whole")
     saved = torch.load(copied / CHECKPOINT, weights_only=True)
     (end,) = [line for line in lines if line.startswith("step:20/20 val_loss")]
     assert float(re.search(r"train_time:(\d+)ms", end)[1]) > saved["train_ms"] > 0

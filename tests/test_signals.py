@@ -1,6 +1,7 @@
 """Signals: during the training they end the run after the current step, with a checkpoint; before
 and after it, at once. (Signals to one of several ranks, and to torchrun: test_checkpoints.py.)"""
 
+import itertools
 import json
 import re
 import signal
@@ -16,7 +17,6 @@ from runs import SCRIPT, call_before, finished, run_here, run_ranks, send_signal
 import train_gpt
 from train_gpt import GPT, Hyperparameters
 
-ADVICE = "rerun this command with RESUME=auto RUN_ID=test"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 QUICK = {"ITERATIONS": "2", "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0", "NUM_LAYERS": "1"}
 
@@ -28,10 +28,9 @@ def test_a_signal_ends_the_step_and_saves_and_further_ones_change_nothing(
     send_signals(monkeypatch, 4, number, *SIGNALS)
     result = run_here(tmp_path, {**knobs, "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0"})
     assert (result.returncode, result.stderr) == (128 + number, "")
-    last = result.stdout.splitlines()[-2:]
-    path = "checkpoints/test.pt"
-    assert last == [f"checkpoint:{path} step:4", f"stopped: signal:{number} step:4/6: {ADVICE}"]
-    assert torch.load(tmp_path / path, weights_only=True)["step"] == 4
+    saved, stopped = result.stdout.splitlines()[-2:]
+    assert saved == "checkpoint:checkpoints/test.pt step:4" and "RESUME=auto RUN_ID=test" in stopped
+    assert torch.load(tmp_path / "checkpoints" / "test.pt", weights_only=True)["step"] == 4
     assert not (tmp_path / "final_model.pt").exists()
 
 
@@ -58,7 +57,7 @@ def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs
     knobs and checksums, but no score."""
     (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=partial(signal_in, name))
     assert result.returncode == -signal.SIGTERM and "val_loss:" not in result.stdout
-    assert ("stopped: signal:15" in result.stdout) == (name != "train")
+    assert ("score.py" in result.stdout) == (name != "train")
     files = ("final_model.pt", "final_model.int8.ptz")
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_result.json", *files}
     facts = json.loads((tmp_path / "final_result.json").read_text())
@@ -82,9 +81,8 @@ def test_a_closed_terminal_loses_nothing(tmp_path, knobs):
     process, terminal = runs.start_in_terminal(tmp_path, environ, [sys.executable, SCRIPT])
     with open(terminal, "rb", buffering=0) as lines:
         status = rb"tokens/s, step:1/100000\r\x1b\[Kstep:2/"  # cleared before the next line
-        while not re.search(status, lines.readline()):
-            pass
+        assert any(re.search(status, line) for line in itertools.islice(lines, 60))
     assert process.wait(timeout=240) == 129
     last = (tmp_path / "logs" / "test.txt").read_text().splitlines()[-1]
-    assert re.fullmatch(rf"stopped: signal:1 step:\d+/100000: {ADVICE}", last)
+    assert last.startswith("stopped: signal:1 step:")
     assert (tmp_path / "checkpoints" / "test.pt").is_file()
