@@ -202,9 +202,10 @@ def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
 
 # ---- how a run ends ------------------------------------------------------------------------------
 def print_rank() -> None:
-    """Print to an ASCII stdout that, as a pipe's, keeps lines until a flush."""
+    """Print in a validation to an ASCII stdout that, as a pipe's, keeps lines until a flush."""
     sys.stdout.reconfigure(encoding="ascii", line_buffering=False, write_through=False)
-    print("from rank", os.environ["RANK"])
+    say = functools.partial(print, "from rank", os.environ["RANK"])
+    runs.call_before(pytest.MonkeyPatch(), GPT, "train", lambda *_: say())
 
 
 def test_what_any_rank_prints_is_not_lost(tmp_path, knobs):
