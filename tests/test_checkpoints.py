@@ -9,11 +9,8 @@ from pathlib import Path
 import kill_worker
 import pytest
 import torch
-from runs import ALONE, TORCHRUN, failed, finished, run_here, run_ranks, same_models, send_signals
+from runs import TORCHRUN, failed, finished, run_here, run_ranks, same_models, send_signals
 from texts import read_shard, write_shard
-
-import train_gpt
-from train_gpt import Hyperparameters, train_step
 
 CHECKPOINT = Path("checkpoints", "test.pt")
 
@@ -27,15 +24,8 @@ def long_knobs(knobs):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, long_knobs):
-    """Folder and log of a run with a checkpoint every seven steps."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return folder, finished(run_here(folder, {**long_knobs, "CHECKPOINT_EVERY": "7"}))
-
-
-@pytest.fixture(scope="module")
 def stopped(tmp_path_factory, long_knobs):
-    """The folder of the same run, stopped by a signal in step 14."""
+    """The folder of a run that a signal stopped in step 14."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as monkeypatch:
         send_signals(monkeypatch, 14, signal.SIGTERM)
@@ -56,18 +46,9 @@ def resume_line(lines: list[str]) -> str:
 
 
 # ---- one process ---------------------------------------------------------------------------------
-def test_a_checkpoint_replaces_the_previous_one_and_the_last_step_has_one(undisturbed):
-    folder, lines = undisturbed
-    saved = [line for line in lines if line.startswith("checkpoint:")]
-    assert saved == [f"checkpoint:{CHECKPOINT} step:{step}" for step in (7, 14, 20)]
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["test.pt"]
-    assert torch.load(folder / CHECKPOINT, weights_only=True)["step"] == 20
-
-
-def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(
-    undisturbed, copied, long_knobs
-):
+def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(copied, long_knobs):
     """The training time continues, too."""
+    finished(run_here(copied / "whole", {**long_knobs, "CHECKPOINT_EVERY": "7"}))
     environ = {**long_knobs, "RESUME": "auto", "CHECKPOINT_EVERY": "0", "TRAIN_LOG_EVERY": "1"}
     lines = finished(run_here(copied, environ))
     begin, _, changes = resume_line(lines).partition(" changed:")
@@ -75,7 +56,7 @@ def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(
     assert set(changes.split()) == {"TRAIN_LOG_EVERY:200->1", "CHECKPOINT_EVERY:7->0"}
     steps = [line.split()[0] for line in lines if "train_loss" in line]
     assert steps == [f"step:{step}/20" for step in range(15, 21)]
-    assert same_models(copied, undisturbed[0])
+    assert same_models(copied, copied / "whole")
     saved = torch.load(copied / CHECKPOINT, weights_only=True)
     (end,) = [line for line in lines if line.startswith("step:20/20 val_loss")]
     assert float(re.search(r"train_time:(\d+)ms", end)[1]) > saved["train_ms"] > 0
@@ -88,12 +69,12 @@ def test_what_a_checkpoint_has_or_lacks_is_named(copied, long_knobs):
     environ = {**long_knobs, "RESUME": "auto", "ITERATIONS": "14"}
     torch.save({**saved, "ema": {}, "knobs": {**saved["knobs"], "ema_decay": 0.9}}, path)
     lines = finished(run_here(copied, environ))
-    assert f"WARNING: ema of {CHECKPOINT} is dropped: this script does not have it" in lines
+    assert [line for line in lines if line.startswith("WARNING: ema ")]
     assert resume_line(lines).endswith(" ITERATIONS:20->14 EMA_DECAY:0.9->None")
     torch.save({key: saved[key] for key in saved.keys() - {"knobs", "shards"}}, path)
     assert " NUM_LAYERS:None->3 " in resume_line(finished(run_here(copied, environ)))
     torch.save({key: saved[key] for key in saved.keys() - {"stream"}}, path)
-    failed(run_here(copied, environ), f"{CHECKPOINT} has no stream: resume a checkpoint")
+    failed(run_here(copied, environ), str(CHECKPOINT), "stream")
 
 
 def test_other_train_shards_are_named(copied, long_knobs, dataset):
@@ -108,56 +89,48 @@ def test_other_train_shards_are_named(copied, long_knobs, dataset):
     saved = torch.load(copied / CHECKPOINT, weights_only=True)
     torch.save({**saved, "stream": (2, 7)}, copied / CHECKPOINT)
     result = run_here(copied, {**environ, "RUN_ID": "other"})
-    failed(result, f"{CHECKPOINT} needs more train shards than DATA_PATH has")
+    failed(result, str(CHECKPOINT), "DATA_PATH")
 
 
-def test_a_checkpoint_in_bf16_can_go_on_in_fp32(tmp_path, long_knobs):
-    """To export it again on a CPU."""
-    environ = {**long_knobs, "ITERATIONS": "2", "CHECKPOINT_EVERY": "1"}
+def test_the_current_dtype_and_rates_apply_and_the_rest_of_a_group_is_restored(
+    tmp_path, long_knobs
+):
+    """For example to export a GPU's checkpoint again on a CPU."""
+    environ = {**long_knobs, "ITERATIONS": "1", "CHECKPOINT_EVERY": "1"}
     finished(run_here(tmp_path, {**environ, "DTYPE": "bf16"}))
-    lines = finished(run_here(tmp_path, {**environ, "RESUME": "auto", "ITERATIONS": "3"}))
+    saved = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    saved["optimizers"][0]["param_groups"][-1]["custom"] = 5
+    torch.save(saved, tmp_path / CHECKPOINT)
+    new = {"SCALAR_LR": "0.5", "BETA1": "0.75", "ADAM_EPS": "0.125", "RESUME": "auto"}
+    lines = finished(run_here(tmp_path, {**environ, **new, "ITERATIONS": "2"}))
     assert "DTYPE:bf16->fp32" in resume_line(lines)
-
-
-def test_the_current_rates_apply_and_the_rest_of_a_group_is_restored(long_knobs):
-    state = train_gpt.TrainingState(Hyperparameters.from_env(long_knobs), ALONE)
-    train_step(state)
-    state.optimizers[0].param_groups[-1]["custom"] = 5
-    new = {"SCALAR_LR": "0.5", "BETA1": "0.75", "ADAM_EPS": "0.125"}
-    other = train_gpt.TrainingState(Hyperparameters.from_env({**long_knobs, **new}), ALONE)
-    other.load_state_dict(state.state_dict())
-    scalar = other.optimizers[0].param_groups[-1]
+    saved = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    scalar = saved["optimizers"][0]["param_groups"][-1]
     assert (scalar["base_lr"], scalar["betas"][0], scalar["eps"]) == (0.5, 0.75, 0.125)
     assert scalar["custom"] == 5
 
 
-def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path, long_knobs, monkeypatch):
-    def train_step(state, train_step=train_gpt.train_step):
-        loss = train_step(state)
-        if state.step >= 11:
-            state.gpt.tok_emb.weight.data.fill_(torch.nan)
-        return loss
-
-    monkeypatch.setattr(train_gpt, "train_step", train_step)
-    result = run_here(tmp_path, {**long_knobs, "CHECKPOINT_EVERY": "5", "TRAIN_LOG_EVERY": "0"})
-    # In steps 15 and 20. A last step that has a checkpoint gets no second one.
-    assert result.stdout.count(f"\nWARNING: {CHECKPOINT} is not replaced") == 2
-    assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["step"] == 10
+def test_weights_that_are_not_finite_replace_no_checkpoint(copied, long_knobs):
+    environ = {**long_knobs, "RESUME": "auto", "SCALAR_LR": "3e38", "TRAIN_LOG_EVERY": "0"}
+    result = run_here(copied, {**environ, "CHECKPOINT_EVERY": "4"})
+    # In steps 16 and 20. A last step that has a checkpoint gets no second one.
+    assert result.stdout.count(f"\nWARNING: {CHECKPOINT}") == 2
+    assert torch.load(copied / CHECKPOINT, weights_only=True)["step"] == 14
     assert result.returncode == 1
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, word",
     [
-        ({}, f"{CHECKPOINT} exists: set RESUME=auto"),
-        ({"RESUME": "base.pt"}, f"{CHECKPOINT} exists: set RESUME=auto"),
-        ({"RESUME": "none.pt", "RUN_ID": "other"}, "RESUME='none.pt' is not a file"),
-        ({"RESUME": "auto", "SEED": "2"}, f"{CHECKPOINT} is of SEED=1337"),
-        ({"RESUME": "auto", "CONTROL_TENSOR_NAME_PATTERNS": "c_q"}, "has other CONTROL_"),
+        ({}, "RESUME=auto"),
+        ({"RESUME": "base.pt"}, "RESUME=auto"),
+        ({"RESUME": "none.pt", "RUN_ID": "other"}, "RESUME='none.pt'"),
+        ({"RESUME": "auto", "SEED": "2"}, "SEED=1337"),
+        ({"RESUME": "auto", "CONTROL_TENSOR_NAME_PATTERNS": "c_q"}, "CONTROL_TENSOR_NAME_PATTERNS"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
-    copied, long_knobs, changes, words
+    copied, long_knobs, changes, word
 ):
     """The checkpoint is not overwritten. A run that started from base.pt and was killed must not
     start there again."""
@@ -165,7 +138,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
     before = (copied / CHECKPOINT).read_bytes()
     environ = {**long_knobs, "WARMUP_STEPS": "1", "CHECKPOINT_EVERY": "1", **changes}
     result = run_here(copied, environ)
-    failed(result, words)
+    failed(result, word)
     assert result.stdout == "" and not (copied / "logs").exists()
     assert (copied / CHECKPOINT).read_bytes() == before
 
@@ -173,13 +146,8 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
 # ---- several ranks -------------------------------------------------------------------------------
 def signal_one_rank() -> None:
     """Rank 1 gets SIGINT in step 3."""
-
-    def train_step(state, train_step=train_gpt.train_step):
-        if state.step == 2 and state.runtime.rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return train_step(state)
-
-    train_gpt.train_step = train_step
+    if os.environ["RANK"] == "1":
+        send_signals(pytest.MonkeyPatch(), 3, signal.SIGINT)
 
 
 def test_a_signal_to_one_rank_stops_all_and_they_resume_to_the_same_bits(tmp_path, long_knobs):
@@ -189,7 +157,6 @@ def test_a_signal_to_one_rank_stops_all_and_they_resume_to_the_same_bits(tmp_pat
     finished(run_ranks(whole, environ, 4)[0])
     stopped = run_ranks(rest, environ, 4, edit=signal_one_rank)
     assert [rank.returncode for rank in stopped] == [130, 130, 130, 130]
-    assert stopped[0].stdout.splitlines()[-1].startswith("stopped: signal:2 step:3/5: ")
     lines = finished(run_ranks(rest, {**environ, "RESUME": "auto"}, 4)[0])
     assert resume_line(lines).startswith(f"resume:{CHECKPOINT} step:3 ")
     assert same_models(rest, whole)
@@ -203,6 +170,5 @@ def test_torchrun_resumes_after_kill_9_and_its_sigterm_stops_all_ranks(tmp_path,
     (agent,) = run_ranks(tmp_path, environ, 1, command)
     lines = agent.stdout.splitlines()
     assert [line for line in lines if line.startswith(f"resume:{CHECKPOINT} step:10 ")], agent
-    advice = "rerun this command with RESUME=auto RUN_ID=test"
-    assert lines[-1] == f"stopped: signal:15 step:18/20: {advice}"
+    assert lines[-1].startswith("stopped: signal:15 step:18/20: ")
     assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["step"] == 18

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,15 +16,13 @@ from runs import SCRIPT, failed, finished, run_here, run_ranks
 from texts import write_shard
 
 import train_gpt
-from train_gpt import Hyperparameters, InputError, Log, open_device, open_runtime
+from train_gpt import Hyperparameters, Log, open_runtime
 
 
-@pytest.mark.parametrize("world_size", ["0", "-1", "4", "12"])
-def test_a_world_size_that_does_not_divide_the_slots(monkeypatch, world_size):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    with pytest.raises(InputError, match=f"WORLD_SIZE={world_size} .*BATCH_SLOTS=6"):
-        open_runtime(Hyperparameters(batch_slots=6))
+@pytest.mark.parametrize("world_size", ["0", "-1", "3", "4"])
+def test_a_world_size_that_does_not_divide_the_slots(tmp_path, knobs, world_size):
+    environ = {**knobs, "BATCH_SLOTS": "2", "RANK": "0", "WORLD_SIZE": world_size}
+    failed(run_here(tmp_path, environ), f"WORLD_SIZE={world_size}", "BATCH_SLOTS=2")
 
 
 @pytest.mark.parametrize(
@@ -34,28 +32,25 @@ def test_a_world_size_that_does_not_divide_the_slots(monkeypatch, world_size):
         ({"RANK": "", "WORLD_SIZE": "1"}, "RANK=''"),
         ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE=''"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK=''"),
+        ({"LOCAL_RANK": "99", "DEVICE": "cuda"}, "no GPU 99"),
     ],
 )
-def test_variables_that_a_job_left_over_are_one_error(tmp_path, knobs, left, word):
+def test_variables_that_a_job_left_over_and_a_missing_gpu_are_one_error(
+    tmp_path, knobs, left, word
+):
     result = run_here(tmp_path, {**knobs, **left})
     assert failed(result, word).count("\n") == 0
 
 
-def test_inductors_mix_order_reduction_is_off_unless_the_user_sets_it():
+def test_inductors_mix_order_reduction_is_off():
     """The script sets a variable, which Inductor reads when it is imported."""
     program = "import sys, train_gpt as t; assert 'torch._inductor.config' not in sys.modules; "
     program += "t.open_runtime(t.Hyperparameters(device='cpu')); from torch._inductor import config"
     program += "; print(getattr(config.triton, 'mix_order_reduction', 'not yet'))"
-    for own, wanted in ({}, "False"), ({"TORCHINDUCTOR_MIX_ORDER_REDUCTION": "1"}, "True"):
-        environ = runs.process_environ({"PYTHONPATH": str(runs.ROOT), **own})
-        command = [sys.executable, "-c", program]
-        result = subprocess.run(command, env=environ, capture_output=True, text=True)
-        assert result.stdout.strip() in (wanted, "not yet"), result.stderr
-
-
-def test_a_missing_gpu_is_an_error():
-    with pytest.raises(InputError, match="no GPU 99.*set DEVICE=cpu"):
-        open_device(Hyperparameters(device="cuda"), 99)
+    command, environ = [sys.executable, "-c", program], {"PYTHONPATH": str(runs.ROOT)}
+    environ = runs.process_environ(environ)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert result.stdout in ("False\n", "not yet\n"), result.stderr
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -80,15 +75,15 @@ def another_script() -> None:
 
 
 @pytest.mark.parametrize(
-    "own, words",
+    "own, word",
     [
-        ({"TRAIN_LOG_EVERY": "15", "SEED": "2"}, "differ in SEED, TRAIN_LOG_EVERY: "),
-        ({"DATA_PATH": "other"}, "differ in data files: "),
-        ({"TOKENIZER_PATH": "other/small.model"}, "differ in data files: "),
-        ({"SCRIPT": "other/edited.py"}, "differ in train_gpt.py: "),
+        ({"TRAIN_LOG_EVERY": "15", "SEED": "2"}, "SEED, TRAIN_LOG_EVERY"),
+        ({"DATA_PATH": "other"}, "data"),
+        ({"TOKENIZER_PATH": "other/small.model"}, "data"),
+        ({"SCRIPT": "other/edited.py"}, "train_gpt.py"),
     ],
 )
-def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own, words):
+def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own, word):
     """For example on two nodes with different files."""
     other = shutil.copytree(dataset, tmp_path / "other")
     write_shard(other / "fineweb_train_000001.bin", range(9))
@@ -96,27 +91,8 @@ def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own
     (other / "edited.py").write_text("another script")
     environ = {**knobs, "TRAIN_LOG_EVERY": "12"}
     for result in run_ranks(tmp_path, environ, 2, edit=another_script, own={1: own}):
-        failed(result, words)
+        failed(result, word)
         assert result.stdout == ""
-
-
-def nan_at_the_cap() -> None:
-    """In step 4 rank 1's loss is nan, and rank 0's clock passes the cap."""
-
-    def train_step(state, train_step=train_gpt.train_step):
-        loss, rank = train_step(state), state.runtime.rank
-        state.stopwatch.before_ms += 10**6 * (state.step == 3 and rank == 0)
-        return loss + torch.nan if state.step == 3 and rank == 1 else loss
-
-    train_gpt.train_step = train_step
-
-
-def test_a_loss_that_is_not_finite_at_the_cap_ends_all_ranks_alike(tmp_path, knobs):
-    """Only rank 0's clock is past the cap, and only rank 1's loss is nan."""
-    environ = {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "VAL_LOSS_EVERY": "0"}
-    results = run_ranks(tmp_path, environ, 2, edit=nan_at_the_cap)
-    assert "step:4/6 train_loss:nan " in "\n".join(finished(results[0]))
-    assert results[1].returncode == 0, results[1].stderr
 
 
 @pytest.mark.parametrize("omp, threads, wanted", [("", 4, [3]), ("", 1, [1]), ("4", 4, [])])
@@ -135,7 +111,7 @@ def test_threads_leave_a_core_to_other_programs(monkeypatch, omp, threads, wante
 def test_a_log_file_that_cannot_be_opened_is_an_error_of_all_ranks(tmp_path, knobs):
     """At once, without a wait for rank 0."""
     for rank in run_ranks(tmp_path, {**knobs, "OUTPUT_DIR": "/dev/null"}, 2):
-        assert failed(rank, "OUTPUT_DIR='/dev/null' cannot be written").count("\n") == 0
+        assert failed(rank, "OUTPUT_DIR='/dev/null'").count("\n") == 0
 
 
 def test_a_log_file_on_a_full_disk_ends_no_run(capsys):
@@ -147,49 +123,53 @@ def test_a_log_file_on_a_full_disk_ends_no_run(capsys):
 
 
 def differing_replicas() -> None:
-    """After the training a weight of rank 1 differs from rank 0's."""
+    """A weight of rank 1 changes before and after each validation."""
 
-    def train(state, validation, train=train_gpt.train):
-        signum = train(state, validation)
-        next(state.gpt.parameters()).data[0, 3] += 1e-5 * state.runtime.rank
-        return signum
+    def change(gpt, *_) -> None:
+        next(gpt.parameters()).data[0, 3] += 1e-5 * int(os.environ["RANK"])
 
-    train_gpt.train = train
+    runs.call_before(pytest.MonkeyPatch(), train_gpt.GPT, "train", change)
 
 
 def test_replicas_that_differ_are_a_warning(tmp_path, knobs):
-    """torch itself warns of nothing."""
     result = run_ranks(tmp_path, {**knobs, "ITERATIONS": "1"}, 2, edit=differing_replicas)[0]
-    warned = [line for line in finished(result) if "WARNING: replicas:" in line]
-    assert len(warned) == 1 and "Warning" not in result.stderr
+    (warning,) = [line for line in finished(result) if line.startswith("WARNING")]
+    assert "replicas" in warning
 
 
 def clock_of_steps() -> None:
-    """Time passes in steps, twice as fast on rank 1, in validations and while a file is written."""
-    now = 1000.0
+    """Time passes in steps, twice as fast on rank 1, in validations and while a file is written.
+    The loss of rank 1 is nan in step 16."""
+    now, rank = 1000.0, int(os.environ["RANK"])
 
-    def let_pass(function: Callable, seconds: float) -> Callable:
-        def changed(*arguments):
+    def train_step(state, train_step=train_gpt.train_step):
+        loss = train_step(state)
+        return loss + torch.nan if state.step == 15 and rank == 1 else loss
+
+    def let_pass(place: object, name: str, seconds: float) -> None:
+        def wait(*_) -> None:
             nonlocal now
             now += seconds
-            return function(*arguments)
 
-        return changed
+        runs.call_before(pytest.MonkeyPatch(), place, name, wait)
 
-    train_gpt.time = SimpleNamespace(perf_counter=lambda: now)
-    step_seconds = (1 + int(os.environ["RANK"])) / 16
-    train_gpt.train_step = let_pass(train_gpt.train_step, step_seconds)
-    train_gpt.write_file = let_pass(train_gpt.write_file, 100)
-    train_gpt.evaluate = let_pass(train_gpt.evaluate, 100)
+    time.perf_counter = lambda: now
+    train_gpt.train_step = train_step
+    let_pass(train_gpt, "train_step", (1 + rank) / 16)
+    let_pass(os, "fsync", 100)
+    let_pass(train_gpt.GPT, "train", 50)  # called before and after each validation
 
 
 def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     """By rank 0's clock, which is paused for checkpoints and validations. The learning rates follow
-    it, too, so that all ranks keep the same weights."""
+    it, too, so that all ranks keep the same weights. The last loss, a mean, may be nan."""
     environ = {**knobs, "ITERATIONS": "100000", "MAX_WALLCLOCK_SECONDS": "1"}
+    environ |= {"TRAIN_LOG_EVERY": "16"}
     environ |= {"CHECKPOINT_EVERY": "6", "VAL_LOSS_EVERY": "8", "WARMDOWN_ITERS": "12"}
-    result, _ = run_ranks(tmp_path, environ, 2, edit=clock_of_steps)
+    result, second = run_ranks(tmp_path, environ, 2, edit=clock_of_steps)
     lines = finished(result)
+    assert second.returncode == 0
+    assert any(line.startswith("step:16/100000 train_loss:nan ") for line in lines)
     (stop,) = [i for i, line in enumerate(lines) if line.startswith("stopping_early")]
     assert lines[stop] == "stopping_early: wallclock_cap train_time:1000ms step:16/100000"
     assert lines[stop - 1].startswith("step:16/100000 val_loss:")
@@ -228,14 +208,14 @@ def test_torchrun_starts_two_nodes(tmp_path, knobs):
 
 def rank_2_fails() -> None:
     if os.environ["RANK"] == "2":
-        train_gpt.log_step = None
+        train_gpt.GPT.forward = None
 
 
 def test_a_rank_that_raises_takes_all_down(tmp_path, knobs):
     """As one with an edited script may."""
     results = run_ranks(tmp_path, knobs, 4, edit=rank_2_fails)
     assert [result.returncode for result in results] == [1, 1, 1, 1]
-    assert results[2].stderr.endswith("TypeError: 'NoneType' object is not callable\n")
+    assert "TypeError" in results[2].stderr.splitlines()[-1]
 
 
 def test_the_host_stays_one_step_ahead_of_the_device(tmp_path, knobs, monkeypatch):

@@ -3,31 +3,71 @@ run against the plain model and optimizers."""
 
 import dataclasses
 import itertools
+import os
 import re
 
 import pytest
-import rank_worker
 import torch
 import torch.nn.functional as F
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
-from rank_worker import keep_gradients, validation_losses
 from runs import ALONE, SCRIPT, finished, run_here, run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.utils import get_total_norm
 
+import train_gpt
 from train_gpt import DistributedTokenLoader, Hyperparameters, TrainingState, train_step
 
 STEPS = 10
 
 
+def keep_gradients(state: TrainingState) -> list[dict[str, torch.Tensor]]:
+    """Return a list to which each later step appends the gradients that the optimizers get."""
+    steps = []
+
+    def keep(*_) -> None:
+        steps.append({name: p.grad.clone() for name, p in state.gpt.named_parameters()})
+
+    state.optimizers[0].register_step_pre_hook(keep)
+    return steps
+
+
+def validation_losses(state: TrainingState) -> list[float]:
+    """Losses in sliding windows, and in one window for all ranks."""
+    hp, losses = state.hp, []
+    for changes in ({"eval_stride": 20}, {"max_val_tokens": hp.train_seq_len}):
+        validation = train_gpt.Validation(dataclasses.replace(hp, **changes))
+        part = train_gpt.final_losses(state.model, validation, state.runtime)
+        losses.append(train_gpt.mean_loss(part, state.runtime))
+    return losses
+
+
+def take_steps() -> None:
+    """Take some steps as one of several ranks, then write what happened to RANK.pt."""
+    hp = Hyperparameters.from_env(os.environ)
+    state, all_reduces = TrainingState(hp, train_gpt.open_runtime(hp)), []
+
+    def count(_, bucket):
+        all_reduces.append(bucket)
+        return allreduce_hook(None, bucket)
+
+    state.model.register_comm_hook(None, count)
+    gradients = keep_gradients(state)
+    losses = [state.runtime.gather(train_step(state).item()) for _ in range(STEPS)]
+    result = {"gradients": gradients[0], "losses": [sum(step) / len(step) for step in losses]}
+    result |= {"weights": state.gpt.state_dict(), "validation": validation_losses(state)}
+    result["all_reduces"] = len(all_reduces)
+    result["sends_buffers"] = state.model.will_sync_module_buffers()  # in each forward pass
+    torch.save(result, f"{state.runtime.rank}.pt")
+    train_gpt.leave(lambda: 0)
+
+
 @pytest.fixture(scope="module", params=[1, 2, 4, 8])
 def ranks(request, tmp_path_factory, knobs) -> list[dict]:
-    """The file that each rank of rank_worker.py wrote."""
-    folder, world_size = tmp_path_factory.mktemp("ranks"), request.param
-    worker = [rank_worker.__file__, folder, str(STEPS)]
-    for result in run_ranks(folder, knobs, world_size, worker):
+    """The files that the ranks wrote."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for result in run_ranks(folder, knobs, request.param, edit=take_steps):
         assert result.returncode == 0, result.stderr
-    names = [f"{world_size}_{rank}.pt" for rank in range(world_size)]
-    return [torch.load(folder / name, weights_only=True) for name in names]
+    return [torch.load(folder / f"{i}.pt", weights_only=True) for i in range(request.param)]
 
 
 @pytest.fixture(scope="module")

@@ -60,13 +60,7 @@ def process_environ(environ: dict[str, str]) -> dict[str, str]:
     return {**base, "OMP_NUM_THREADS": "1", **environ}
 
 
-def be_a_rank(
-    folder: Path,
-    environ: dict[str, str],
-    command: list[str],
-    output: str,
-    edit: Callable[[], None] | None,
-) -> None:
+def be_a_rank(folder: Path, environ: dict, command: list, output: str, edit: Callable | None):
     """Turn this process into one that runs a script, or train_gpt.py after an edit of it."""
     os.chdir(folder)
     os.environ.clear()
@@ -153,18 +147,28 @@ def run_here(
     return subprocess.CompletedProcess("run", code, output.getvalue(), errors.getvalue())
 
 
+def call_before(patch: pytest.MonkeyPatch, place: object, name: str, action: Callable) -> None:
+    """Before each call of a function of a class or module, call action with its arguments."""
+    function = getattr(place, name)
+
+    def changed(*arguments):
+        action(*arguments)
+        return function(*arguments)
+
+    patch.setattr(place, name, changed)
+
+
 def send_signals(
     monkeypatch: pytest.MonkeyPatch, step: int, *numbers: int, script: ModuleType = train_gpt
 ) -> None:
     """Let this process receive these signals during a step."""
 
-    def train_step(state, train_step=script.train_step):
+    def send(state):
         if state.step + 1 == step:
             for number in numbers:
-                os.kill(os.getpid(), number)
-        return train_step(state)
+                signal.raise_signal(number)
 
-    monkeypatch.setattr(script, "train_step", train_step)
+    call_before(monkeypatch, script, "train_step", send)
 
 
 def launch_command(ranks: int) -> list[str]:
