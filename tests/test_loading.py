@@ -166,6 +166,15 @@ def test_two_ranks_score_as_one(trained, tmp_path, score_knobs):
     assert results[1].stdout == ""
 
 
+def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, score_knobs):
+    weights = torch.load(trained[0] / MODEL, weights_only=True)
+    weights["tok_emb.weight"].fill_(torch.nan)
+    torch.save(weights, tmp_path / "nan.pt")
+    copy_result(trained[0], tmp_path, {})
+    result = run_here(tmp_path, score_knobs, score, [str(tmp_path / "nan.pt")])
+    assert result.returncode == 1 and "\nscore_exact val_loss:nan " in result.stdout
+
+
 @pytest.mark.parametrize(
     "lacking, word",
     [({"ema_decay": 0.5}, "tests/records/train_record.py"), ({"own": True}, "OWN=1"), ({}, "")],
