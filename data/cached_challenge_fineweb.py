@@ -30,8 +30,8 @@ FILES_AT_ONCE = 8
 
 
 def is_whole(file: Path) -> bool:
-    """Return whether a file has content. That of a shard is as long as its header says, that of a
-    file in the client's cache has the hash that is its name: SHA-256, or git's for small files."""
+    """Return whether a file is complete: a shard is as long as its header says, and a file in the
+    client's cache has the hash that is its name (SHA-256, or git's for small files)."""
     try:
         size = file.stat().st_size
         if file.suffix == ".bin":

@@ -2,9 +2,9 @@
 
     python3 data/check_dataset.py DATASET_DIR --tokenizer MODEL [--manifest FILE]
 
-Reads every shard, then prints counts, the beginnings of the first documents, and how many documents
-of the validation split also train. If something is wrong, prints a line for each problem to stderr
-and exits with 1.
+Reads every shard, then prints counts, the beginnings of the first documents, and how many
+validation documents are also in train shards. If something is wrong, prints a line for each
+problem to stderr and exits with 1.
 """
 
 import collections

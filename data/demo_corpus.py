@@ -56,8 +56,8 @@ def digest(text: str) -> bytes:
 
 
 def split_documents(sources: dict[str, list[str]]) -> tuple[list[str], list[str]]:
-    """Return the documents for validation, source by source, and those for training, mixed.
-    Hashes choose the sources for validation and the order. No document is there twice."""
+    """Return the documents for validation, source by source, and those for training, shuffled.
+    Hashes choose the sources for validation and the order. No document occurs twice."""
     val: dict[str, None] = {}  # a set in order
     train: set[str] = set()
     for index, name in enumerate(sorted(sources, key=digest)):

@@ -1,4 +1,4 @@
-"""What rules for keeping a change do to a hundred changes: a simulation for the tools' page.
+"""Simulate how many of a hundred changes each rule keeps, for the tools' page.
 
     python tests/helpers/keep_rules.py      prints the table
 

@@ -1,4 +1,4 @@
-"""The contract's model and optimizers, read plainly: what the trainer's speed is measured against.
+"""A plain version of the contract's model and optimizers: yardstick for the trainer's speed.
 
 Autocast to bf16, keys and values repeated for their query heads, one Newton-Schulz after another,
 whole shards read into pageable memory, the loss fetched in each step. Parameter names are the

@@ -180,8 +180,8 @@ def launch_command(ranks: int) -> list[str]:
 def start_in_terminal(
     folder: Path, environ: dict[str, str], command: list[str | Path]
 ) -> tuple[subprocess.Popen, int]:
-    """Start a command in a new terminal. Returns also the other end of the terminal, which has the
-    output. To close it is to close the terminal."""
+    """Start a command in a new terminal. Also returns the other end of the terminal, which has the
+    output; closing that closes the terminal."""
     master, slave = pty.openpty()
     settings = {"cwd": folder, "env": process_environ(environ), "start_new_session": True}
     settings |= dict.fromkeys(("stdin", "stdout", "stderr"), slave)

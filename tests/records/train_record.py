@@ -1104,7 +1104,7 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
     device = open_device(hp, parse_knob("local_rank", int, os.environ.get("LOCAL_RANK", "0")))
     on_gpu = device.type == "cuda"
     if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
-        # Waiting threads spin. If another program takes a core, one thread less is faster.
+        # Waiting threads spin. If another program takes a core, one thread fewer is faster.
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if distributed:
         try:
@@ -2101,8 +2101,8 @@ def train_step(state: TrainingState) -> Tensor:
         max_norm = hp.grad_clip_norm * state.scaler.get_scale()  # gradients are still scaled
         nn.utils.clip_grad_norm_(state.gpt.parameters(), max_norm)
     for optimizer in state.optimizers:
-        state.scaler.step(optimizer)  # not if its gradients are not finite, on all ranks alike
-    state.scaler.update()  # lowers the scale then, and raises it now and then
+        state.scaler.step(optimizer)  # skipped if gradients are not finite, on all ranks alike
+    state.scaler.update()  # lowers the scale after a skipped step, else sometimes raises it
     return total_loss
 
 
@@ -2197,7 +2197,7 @@ def stop(state: TrainingState, signum: int) -> int:
 
 
 def log_warnings(validation: Validation, runtime: Runtime) -> None:
-    """Warn of variables that are almost a knob, of a wrong tokenizer and of an unusable GPU."""
+    """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
     for name in sorted(os.environ.keys() - {*knobs}):
         for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
@@ -2219,7 +2219,7 @@ def log_score(name: str, loss: float, ms: float, validation: Validation, runtime
 def move_older_files(hp: Hyperparameters, log: Log) -> None:
     """Move an older run's files, if any, to previous/, as a set: first of all its score."""
     paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
-    has_model = any(path.is_file() for path in paths[1:])  # else a lone score, whose model moved
+    has_model = any(path.is_file() for path in paths[1:])  # else only a score; its model moved
     try:
         for path in paths:
             kept = path.parent / "previous" / path.name
@@ -2245,7 +2245,7 @@ def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
 
 
 def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
-    """Write weights and artifact. Returns artifact, report, checksums, which were written."""
+    """Write weights and artifact. Returns artifact, report, checksums, files it wrote."""
     hp, log = state.hp, state.runtime.log
     move_older_files(hp, log)  # of another run, at the same time
     weights = serialize(state.gpt.state_dict())

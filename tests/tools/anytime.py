@@ -1,9 +1,9 @@
-"""A verdict about gains that may be looked at after every pair of runs. Shared by the tools.
+"""A verdict on gains that holds even if you check after every pair. Shared by the tools.
 
 A gain is the baseline's loss minus the candidate's, in two runs with the same seed. A t-test at
 0.01, repeated after each of 2 to 30 pairs, calls 7 % of useless changes better. The evidence here
-is a test martingale: it ever reaches 100 for at most 1 % of them (Ville, 1939). It assumes that
-gains are about normal. Needs pip install scipy."""
+is a test martingale: at most 1 % of them reach 100 at any time (Ville, 1939). It assumes that
+gains are roughly normal. Needs pip install scipy."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ EFFECTS = np.array([0.5, 1, 2, 4, 8, 16])  # true gains to look for, in standard
 
 
 def evidence_of_t(t: float, n: int) -> float:
-    """How much more likely the t of n pairs is if one of EFFECTS is true (mean of all) than if the
-    true gain is 0: the noncentral over the central t density. It grows with t."""
+    """Likelihood ratio of the t of n pairs: a true gain in EFFECTS (mean of all) against one of 0,
+    so the noncentral over the central t density. It grows with t."""
     # The ratio is exp(-shift²/2) times the mean of exp(tilt * w), where w has a chi distribution
     # with n degrees of freedom. Sum it around its peak: scipy's nct.pdf fails for large t.
     shift = EFFECTS[:, None] * math.sqrt(n)
@@ -78,7 +78,7 @@ def describe_evidence(gains: Sequence[float], by: float = 0.0, alpha: float = AL
 
 
 def claims_that_stand(evidences: Sequence[float], rate: float = 0.1) -> list[bool]:
-    """Which claims stand if about this share of them may be false (e-BH, Wang and Ramdas, 2022)."""
+    """Find claims that stand if about this share may be false (e-BH, Wang and Ramdas, 2022)."""
     ranked = sorted(evidences, reverse=True)
     enough = [e for k, e in enumerate(ranked, start=1) if e >= len(ranked) / (rate * k)]
     return [bool(enough) and e >= enough[-1] for e in evidences]

@@ -126,7 +126,7 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
     is none."""
     for group in groups:
         if len(group.finished) < 2:
-            few = f"{len(group.finished)} finished; each side needs two, better more"
+            few = f"{len(group.finished)} finished; each side needs two, preferably more"
             return 2, f"not tested: {group.name}: {few}"
         if group.find_repeat():
             return 2, f"not tested: {group.name}: a model counts only once"
@@ -150,7 +150,7 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
 # ---- the report ----------------------------------------------------------------------------------
 def format_table(groups: list[Group]) -> str:
     """One row per run, then n, mean and standard deviation of a side's finished runs, unless a
-    model is there twice. The cell of an unknown figure stays empty."""
+    model occurs twice. The cell of an unknown figure stays empty."""
     rows: list[tuple[str, dict[str, float]]] = []
     for group in groups:
         rows.append((group.name, {}))

@@ -170,7 +170,7 @@ class Experiment:
         return anytime.describe(self.gains, self.unit, self.args.by)
 
     def compare_times(self) -> str:
-        """The time of a step in proportion, from pairs that were trained side by side."""
+        """Ratio of the step times, from pairs that were trained side by side."""
         pairs = [(a, b) for a, b in self.pairs[: len(self.gains)] if a.is_whole and b.is_whole]
         if not pairs:
             return "time of a step: not measured, as no pair was trained whole by this command"
@@ -182,7 +182,7 @@ class Experiment:
         """Print the result. Returns the exit code."""
         self.judge()
         if self.row["verdict"] == "not yet" and time.monotonic() > self.args.deadline:
-            show("--minutes are over: the same command goes on from here\n")
+            show("--minutes are over: the same command continues from here\n")
         show(f"\ngain: {self}\n{anytime.describe_evidence(self.gains, self.args.by)}\n")
         runs = [run for pair in self.pairs[: len(self.gains)] for run in pair]
         is_capped = any(run.result()["steps"] < run.side.hp.iterations for run in runs)
@@ -277,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
         train(runs, args.machine, experiment.is_over)
         return experiment.report()
     except KeyboardInterrupt:
-        print("stopped: the same command goes on from here", file=sys.stderr)
+        print("stopped: the same command continues from here", file=sys.stderr)
         return 130
     except SyntaxError as error:  # it names the copy of the script, and the line
         print(f"experiment.py: {error}: name a train_gpt.py without errors", file=sys.stderr)

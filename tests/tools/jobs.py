@@ -46,7 +46,7 @@ def show(text: str, rows: list[str] = ()) -> None:
 
 @dataclass(eq=False)
 class Run:
-    """A version with a seed, trained now, before or not yet."""
+    """One side with one seed: trained now, trained earlier, or not yet."""
 
     side: Side
     seed: int

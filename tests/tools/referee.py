@@ -1,5 +1,5 @@
 """Is a score fair? It is if a decoder that has only the artifact could restore the text from a file
-that is as long as the score says. Exit code 0: no rule is broken; 1: one is; 2: it could not run.
+of the size the score implies. Exit code 0: no rule is broken; 1: one is; 2: it could not run.
 
     python tests/tools/referee.py final_model.int8.ptz
     python tests/tools/referee.py final_model.int8.ptz --script edited.py --tokens 4096 --minutes 60
@@ -94,7 +94,7 @@ class Case:
             raise NotTested(f"no time for {work}: raise --minutes, or lower --tokens or --places")
 
     def change(self, tokens: np.ndarray, places: Any) -> np.ndarray:
-        """Copy tokens with others at these places, none of which is BOS before or after."""
+        """Copy tokens, with different ones at these places. Each BOS stays, and none is added."""
         changed = tokens.copy()
         changed[places] = (tokens[places] + 1) % self.hp.vocab_size
         return changed + (changed == self.bos) * (tokens != self.bos)
@@ -178,7 +178,7 @@ def check_order(case: Case) -> Finding:
     except CycleError as error:
         circle = error.args[1][:7]
         words = ", ".join(f"{i} {case.decode(text[max(i - 3, 0) : i + 1])!r}" for i in circle)
-        return False, f"{measured}; in a circle, each on the one before: {words}"
+        return False, f"{measured}; in a cycle, each on the one before: {words}"
     return True, f"{measured}; the bounds of documents count as known"
 
 

@@ -122,7 +122,7 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
         is_record = unknown and not unknown_knobs(load_script(RECORD), unknown)
         name = "tests/records/train_record.py" if is_record else "the script of the run"
         lacks = " ".join(["lacks", *map("=".join, unknown.items())]) if unknown else "differs"
-        advice = f"use {name} (--script), or the score may be another"
+        advice = f"use {name} (--script), or the score may differ"
         runtime.log(f"WARNING: the script is not that of the run: it {lacks}: {advice}")
     return gpt, runtime
 
