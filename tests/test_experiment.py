@@ -1,6 +1,7 @@
 """tests/tools/experiment.py with real runs of a small model, two at a time."""
 
 import fcntl
+import functools
 import json
 import math
 import os
@@ -91,10 +92,15 @@ def test_a_change_is_tried_once_and_as_a_baseline_gets_fresh_seeds(run, out):
     assert float(row["gain"]) == pytest.approx(gain, abs=1e-5)
     again = run(*command)[1]
     assert "started" in output and "started" not in again and len(ledger(out)) == count
-    output = run("--set", "SCALAR_LR=0.1", "--until-sure", "1", MATRIX_LR="0.2")[1]
+    on_top = functools.partial(run, "--set", "SCALAR_LR=0.1", "--until-sure", "1", MATRIX_LR="0.2")
+    output = on_top()[1]
     row = ledger(out)[-1]
     assert (row["change"], row["first_seed"], row["pairs"]) == ("SCALAR_LR=0.1", "2", "1")
     assert "MATRIX_LR=0.2" in row["knobs"] and "earlier ones chose this baseline" in output
+    tried = output.partition("changes tried:")[2].split()[0]
+    output = run(*command[:3], "5")[1]  # to confirm it changes nothing for what builds on it
+    assert f"changes tried: {tried}" in output and ledger(out)[-1]["first_seed"] == "5"
+    assert "started" not in on_top()[1] and ledger(out)[-1]["first_seed"] == "2"
 
 
 @pytest.mark.baseline
@@ -116,7 +122,7 @@ def test_after_its_minutes_an_experiment_ends_with_the_verdict_so_far(tmp_path, 
     """These runs would take hours. There is no pair yet, so the ledger stays empty."""
     arguments = ["--set", "MATRIX_LR=0.2", "--out", str(tmp_path), "--minutes", "0.05"]
     code, output, errors = run(*arguments, ITERATIONS="10000000")
-    assert "baseline, seed 1: stopping" in output and "the same command goes on" in output
+    assert "baseline, seed 1: stopping" in output and "the same command continues" in output
     last = last_line(output)
     assert (code, last["verdict"], errors, ledger(tmp_path)) == (1, "not_yet", "", [])
 
@@ -147,7 +153,7 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
     with pytest.raises(OSError):  # the terminal has no other end any more
         while part := os.read(terminal, 1000):
             seen += part
-    assert process.wait() == 130 and b"the same command goes on" in seen
+    assert process.wait() == 130 and b"the same command continues" in seen
     assert rb"\u8fd0\u884c" in seen
     assert list(out.glob("*/1/checkpoints/seed-1.pt"))
     assert "baseline, seed 1: resumed from its checkpoint" in run(*arguments, **environ)[1]
@@ -224,4 +230,4 @@ def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys):
         run.process.wait()
     assert not found.is_over()
     out = capsys.readouterr().out
-    assert re.search(r"three pairs take about 2\.\d minutes, MORE THAN --minutes 2", out)
+    assert re.search(r"three pairs.* 2\.\d minutes, MORE THAN --minutes 2", out)

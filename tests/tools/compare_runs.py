@@ -24,7 +24,6 @@ from typing import NoReturn
 import anytime
 import numpy as np
 from logs import Run, read_run
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
@@ -198,8 +197,6 @@ def losses_in_view(curves: list[dict[int, float]]) -> tuple[float, float]:
 
 def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
     """Draw training losses as lines and validation losses as points, a color for each group."""
-    if len(groups) > 10:  # than there are colors which are easy to tell apart
-        axes.set_prop_cycle(color=colormaps["turbo"](np.linspace(0, 1, len(groups))))
     curves = []
     for group in groups:
         style = {"linewidth": 0.9, "alpha": 0.7, "markersize": 4}

@@ -144,9 +144,9 @@ class Experiment:
         rounds = [math.ceil(n / self.args.machine.jobs) for n in (done, done + missing)]
         needed = (time.monotonic() - self.args.started) / 60 * rounds[1] / rounds[0]
         limit = f"--minutes {self.args.minutes:g}"
-        advice = f"MORE THAN {limit}, and fewer give no verdict: use --minutes {needed + 1:.0f}"
+        advice = f"MORE THAN {limit}: stop, and use --minutes {2 * needed:.0f} or fewer ITERATIONS"
         fits = f"within {limit}" if needed <= self.args.minutes else advice
-        show(f"three pairs take about {needed:.1f} minutes, {fits}\n")
+        show(f"three pairs, the fewest for a verdict: about {needed:.1f} minutes, {fits}\n")
 
     def judge(self) -> None:
         """Write the verdict to the ledger, once there is a pair."""
@@ -189,12 +189,14 @@ class Experiment:
         show(f"{self.compare_times()}\n")
         if is_capped and self.args.machine.jobs > 1 and not self.args.machine.gpus:
             show("WARNING: the time limit ended runs that shared the CPU: use --jobs 1\n")
-        # A confirmation with fresh seeds takes the place of the change that it confirms.
-        last_rows = {(r["baseline"], r["candidate"]): r for r in read_ledger(self.args.ledger)}
-        rows = last_rows.values()
-        better = sum(row["verdict"] == "better" for row in rows)
-        stand = sum(anytime.claims_that_stand([float(row["evidence"]) for row in rows]))
-        counts = f"changes tried: {len(rows)}, better: {better}, stand together: {stand}"
+        changes: dict[tuple[str, str], list[dict[str, str]]] = {}
+        for row in read_ledger(self.args.ledger):  # with other seeds, a change has a row more
+            changes.setdefault((row["baseline"], row["candidate"]), []).append(row)
+        better = [any(row["verdict"] == "better" for row in rows) for rows in changes.values()]
+        # Evidence of independent seeds multiplies.
+        evidence = [math.prod(float(row["evidence"]) for row in rows) for rows in changes.values()]
+        stand = sum(map(min, better, anytime.claims_that_stand(evidence)))
+        counts = f"changes tried: {len(changes)}, better: {sum(better)}, stand together: {stand}"
         show(f"{self.args.ledger}: {counts}\n")
         last = ("unit", "pairs", "gain", "low", "high", "evidence", "verdict")
         words = [f"{name}:{self.row[name].replace(' ', '_')}" for name in last]
@@ -241,10 +243,12 @@ def prepare(args: Namespace) -> Experiment:
     commit = git(args.script, "rev-parse", "--short", "HEAD").decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit}
     row |= {"change": change, "knobs": " ".join(f"{name}={args.environ[name]}" for name in knobs)}
-    row |= {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
+    row["baseline"], row["candidate"] = sides = (baseline.folder.name, candidate.folder.name)
     # A baseline that was chosen for its losses with some seeds looks too good with them.
-    used = [old for old in read_ledger(args.ledger) if old["candidate"] == row["baseline"]]
-    first = max((int(old["first_seed"]) + int(old["pairs"]) for old in used), default=1)
+    rows = read_ledger(args.ledger)
+    used = [int(r["first_seed"]) + int(r["pairs"]) for r in rows if r["candidate"] == sides[0]]
+    begun = [int(r["first_seed"]) for r in rows if (r["baseline"], r["candidate"]) == sides]
+    first = min(begun, default=max(used, default=1))
     seeds = list(dict.fromkeys(args.seeds or range(first, first + max(args.until_sure, 1))))
     row["first_seed"] = str(seeds[0])
     show(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}\n")
@@ -264,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--seeds", type=int, nargs="+", metavar="N", help="train exactly these pairs")
     add("--until-sure", type=int, default=8, metavar="N", help="at most N pairs (default: 8)")
     add("--by", type=float, default=0.005, help="gain that counts (default: 0.005)")
-    add("--jobs", type=int, metavar="N", help="runs at a time (default: one per GPU or core)")
+    add("--jobs", type=int, metavar="N", help="runs at a time (default: GPUs, or cores less one)")
     add("--out", type=Path, default=Path("out/experiments"), metavar="FOLDER")
     add("--minutes", type=float, default=math.inf, metavar="N", help="stop training after that")
     args = parser.parse_args(arguments)

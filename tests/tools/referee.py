@@ -179,7 +179,7 @@ def check_order(case: Case) -> Finding:
         circle = error.args[1][:7]
         words = ", ".join(f"{i} {case.decode(text[max(i - 3, 0) : i + 1])!r}" for i in circle)
         return False, f"{measured}; in a cycle, each on the one before: {words}"
-    return True, f"{measured}; the bounds of documents count as known"
+    return True, f"{measured}, none in a cycle; the bounds of documents count as known"
 
 
 # ---- The other rules -----------------------------------------------------------------------------
