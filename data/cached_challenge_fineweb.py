@@ -82,8 +82,8 @@ def download_file(
 
 
 def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, int]:
-    """Return the files that a manifest lists, shards with their size in bytes, and the tokenizer's
-    with 0. Raises ValueError."""
+    """Return the paths that a manifest lists, with the size in bytes of each shard, and 0 for the
+    tokenizer's files. Raises ValueError."""
     manifest = files.read_manifest(path)
     datasets = manifest["datasets"]
     name = files.DATASET_PREFIX + variant

@@ -63,12 +63,12 @@ def decode(text: str) -> str:
 
 
 def is_caseops(sp: SentencePieceProcessor) -> bool:
-    """Return whether a tokenizer needs marked text: if the mark of a capital is a piece."""
+    """Return whether a tokenizer needs marked text, that is, has a piece for the capital mark."""
     return sp.piece_to_id(CAPITAL) != sp.unk_id()
 
 
 def check_tokenizer(sp: SentencePieceProcessor, path: str) -> None:
-    """Raises ValueError if a tokenizer cannot tokenize marked text without loss."""
+    """Raise ValueError if a tokenizer cannot tokenize marked text without loss."""
     text = f"{CAPITAL}t\u0308{CAPITALS}"
     are_pieces = all(sp.piece_to_id(mark) != sp.unk_id() for mark in MARKS)
     if not are_pieces or text not in sp.normalize(text):

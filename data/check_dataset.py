@@ -69,12 +69,12 @@ def find_leaks(
     val_paths: Iterable[Path], train_paths: Iterable[Path], bos_id: int
 ) -> tuple[int, int, int]:
     """Compare all documents of two lists of good shards, with one shard in memory at a time. Return
-    the number of validation documents, of those that are also in the train shards, and of those
-    that make a leak: RUN different ones in a row (or all, if there are fewer), or more than a tenth
-    of those of LONG tokens or more."""
+    how many validation documents there are, how many are also in the train shards, and how many
+    make a leak: RUN different ones in a row (or all, if there are fewer), or more than a tenth of
+    the documents of LONG tokens or more."""
     val, lengths = zip(*hash_documents(val_paths, bos_id), strict=True)
     known, repeated, leaked = {*val}, set(), set()
-    # Without those that repeat a document: short ones may follow each other by chance.
+    # Rows that repeat a document are left out: short ones may follow each other by chance.
     run = min(RUN, len(val))
     rows = zip(*(val[i:] for i in range(run)), strict=False)
     places = {row: range(i, i + run) for i, row in enumerate(rows) if len({*row}) == run}

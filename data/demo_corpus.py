@@ -77,8 +77,8 @@ def strongest_lzma(data: bytes) -> int:
 
 
 def sha256_sums(dataset: Path, tokenizer: Path) -> dict[str, str]:
-    """Hash the demo's three files, and the code that makes them, so that a change of it makes new
-    ones. Raises OSError if one is missing."""
+    """Hash the demo's three files and the code that makes them, so that new code makes new files.
+    Raises OSError if a file is missing."""
     made = {"tokenizer": tokenizer, "train": dataset / TRAIN, "val": dataset / VAL}
     contents = {name: path.read_bytes() for name, path in made.items()}
     modules = (caseops.__file__, files.__file__, tokenizer_tools.__file__)

@@ -233,7 +233,7 @@ def print_training_command(
 
 
 def read_older_entries(specs: list[Spec], output: Path) -> dict[str, list[dict]]:
-    """Return what earlier commands made, if it is there and stays. Raises ValueError."""
+    """Return manifest entries of earlier commands whose files exist and stay. Raises ValueError."""
     replaced = {name for spec in specs for name in (spec.name, spec.dataset)}
     path = output / files.MANIFEST
     path = path if path.exists() else output / files.UNFINISHED_MANIFEST

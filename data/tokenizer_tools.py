@@ -42,7 +42,7 @@ SENTENCEPIECE_FIELDS = {
     **FIELDS, "model_prefix": str, "reuse_model_path": str, "tokenizer_train_docs": int,
     "trainer_overrides": dict, "caseops": bool
 }  # fmt: skip
-CASEOPS_SUFFIX = "_caseops"  # of the name, the dataset and the files
+CASEOPS_SUFFIX = "_caseops"  # added to the name, the dataset and the files
 
 
 def train_sentencepiece(sentences: Iterable[str], **settings: Any) -> bytes:
@@ -81,7 +81,7 @@ class Spec:
 
 
 def check_fields(fields: dict[str, Any], kind: str) -> None:
-    """Raises ValueError if a field is unknown or has an invalid value."""
+    """Raise ValueError if a field is unknown or has an invalid value."""
     types = BYTE_FIELDS if kind == BYTE else SENTENCEPIECE_FIELDS
     for field, value in fields.items():
         if field not in types:
@@ -185,8 +185,8 @@ def read_specs(
 
 
 def sentences_of(texts: Iterable[str], limit: int, cut: bool, counts: Counter) -> Iterator[str]:
-    """Yield what SentencePiece trains on, and count it. The trainer skips texts of more bytes than
-    `limit`; `cut` divides these into lines, and long lines at spaces."""
+    """Yield and count the texts that SentencePiece trains on. The trainer skips texts of more than
+    `limit` bytes; `cut` divides these into lines, and long lines at spaces."""
     length = max(limit // 4, 1)  # in characters of at most 4 bytes
     for text in filter(None, (text.replace("\0", " ").strip() for text in texts)):
         size = len(text.encode())

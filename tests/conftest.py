@@ -1,5 +1,4 @@
-"""Fixtures: a small real tokenizer, small real shards, a finished run. How to run the script is in
-helpers/runs.py."""
+"""Fixtures: a small real tokenizer, small real shards, a finished run. See helpers/runs.py."""
 
 import os
 import signal
@@ -27,7 +26,7 @@ SMALL = (
 
 
 def pytest_configure(config) -> None:
-    # The script would inherit what nohup and a shell's & ignore.
+    # The script would inherit the signals that nohup and a shell's & ignore.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))  # several files share the cores
@@ -39,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A whole folder: three files at a time. One file or test: this process, where pdb works."""
+    """Use three processes for a whole folder; for a file or a test this one, where pdb works."""
     by_name = config.option.keyword or not all(Path(name).is_dir() for name in config.args)
     return 0 if by_name else 3
 
@@ -77,7 +76,7 @@ def quantized_knobs(knobs) -> dict[str, str]:
 
 @pytest.fixture
 def all_matrices(monkeypatch) -> None:
-    """Quantize them, in small models, too."""
+    """Quantize all matrices, in small models, too."""
     for script in ("train_gpt", "train_record"):
         monkeypatch.setattr(f"{script}.INT8_KEEP_FLOAT_MAX_NUMEL", 500)
 

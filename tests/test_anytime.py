@@ -35,7 +35,7 @@ def test_looks_after_each_pair_call_fewer_than_one_useless_change_in_a_hundred_b
 
 
 def test_a_gain_of_two_deviations_is_found():
-    """In half of the tries after 8 pairs, in nearly all after 30."""
+    """Half of the tries find it after 8 pairs, nearly all after 30."""
     limits = [quantile(n) for n in PAIRS]
     assert share_called_better(limits, 2.0) > 0.99
     assert 0.45 < share_called_better(limits[:7] + [math.inf] * 22, 2.0) < 0.75
@@ -44,13 +44,13 @@ def test_a_gain_of_two_deviations_is_found():
 @pytest.mark.parametrize("n, t", [(2, -3), (3, 25), (6, 1), (30, 15)])
 def test_the_evidence_is_a_ratio_of_densities(n, t):
     gains = np.linspace(-1, 1, n)
-    gains += t * gains.std(ddof=1) / math.sqrt(n) + 0.5  # so that t is t for the margin 0.5
+    gains += t * gains.std(ddof=1) / math.sqrt(n) + 0.5  # t is the t for a margin of 0.5
     ratios = stats.nct.pdf(t, n - 1, math.sqrt(n) * EFFECTS) / stats.t.pdf(t, n - 1)
     assert evidence(list(gains), by=0.5) == pytest.approx(ratios.mean(), rel=1e-3)
 
 
 def test_equal_gains_and_two_pairs_say_nothing():
-    """But a large gain with hardly any deviation does: scipy's noncentral t density is nan."""
+    """A large gain with hardly any deviation is evidence, although scipy's noncentral t is nan."""
     gains = [1, 1 + 1e-9, 1 - 1e-9, 1]
     assert evidence(gains) > 5000 and verdict(gains, by=0.005) == "better"
     for gains in ([], [1.0], [1.0, 1.0, 1.0, 1.0]):
@@ -80,7 +80,7 @@ def test_claims_that_stand_together():
 
 
 def test_the_tools_page_says_what_other_rules_keep():
-    """helpers/keep_rules.py prints the table anew."""
+    """helpers/keep_rules.py prints the table for an update."""
     page = (ROOT / "tests/tools/README.md").read_text(encoding="utf-8")
     for rule, numbers in keep_rules.simulate().items():
         row = re.search(rf"^\| {re.escape(rule)} \| (.*) \|$", page, re.M)

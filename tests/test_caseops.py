@@ -75,7 +75,7 @@ def test_no_code_point_becomes_a_mark():
 
 
 def test_marks_are_pieces_even_if_the_training_text_has_none():
-    """Otherwise they would be bytes, which count."""
+    """A mark that is not a piece would become byte tokens, which count."""
     sp = SentencePieceProcessor(model_proto=train(["the lazy dog"], vocab_size=280))
     assert not any(sp.is_byte(id) for id in sp.encode(caseops.MARKS))
     assert count_bytes(sp, caseops.encode("The DOG")) == len("The DOG")

@@ -100,8 +100,8 @@ def write_splits(folder, tokenizer, val: list[str], train: list[str]) -> None:
 
 
 def test_validation_documents_in_training_are_a_leak(capsys, folder, tokenizer):
-    """In the order of validation, which was made with 50 documents and training with 10, or with 4
-    and 0; or mixed, if they are more than a tenth."""
+    """The splits were made with different --num-val-docs (50 and 10, or 4 and 0), so a run of
+    documents is in both. Documents in another order are a leak if they are more than a tenth."""
     texts = [f"{number}: {TEXTS[number % 3][:400]} {number}" for number in range(70)]
     write_splits(folder, tokenizer, texts[:50], texts[10:])
     output, (line,) = check(capsys, folder, tokenizer)
@@ -118,7 +118,7 @@ def test_validation_documents_in_training_are_a_leak(capsys, folder, tokenizer):
 
 
 def test_short_documents_that_repeat_are_a_warning(capsys, folder, tokenizer):
-    """As in a chat: the same few follow each other, in both splits."""
+    """In a chat, the same few messages follow each other, in both splits."""
     chat = random.Random(1).choices(["Yes", "No", "Thank you"], k=1000) + ["Yes"] * 20
     write_splits(folder, tokenizer, [*chat[800:], "Never"], chat)
     output, problems = check(capsys, folder, tokenizer)

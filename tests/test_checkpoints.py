@@ -17,8 +17,8 @@ CHECKPOINT = Path("checkpoints", "test.pt")
 
 @pytest.fixture(scope="module")
 def long_knobs(knobs):
-    """Knobs with enough steps to stop between two of them. There is no warm-up: what the first step
-    changes in a process, a resumed run must change, too."""
+    """Knobs with enough steps to stop between two of them. Without a warm-up, any state of the
+    process that the first step changes must be changed in a resumed run, too."""
     more = {"ITERATIONS": "20", "WARMDOWN_ITERS": "15", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0"}
     return {**knobs, **more}
 
@@ -63,7 +63,7 @@ def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(copied,
 
 
 def test_what_a_checkpoint_has_or_lacks_is_named(copied, long_knobs):
-    """State that this script lacks is dropped. A script of long ago saved no knobs."""
+    """State that this script lacks is dropped. Old checkpoints lack the knobs and the shards."""
     path = copied / CHECKPOINT
     saved = torch.load(path, weights_only=True)
     environ = {**long_knobs, "RESUME": "auto", "ITERATIONS": "14"}
@@ -78,7 +78,7 @@ def test_what_a_checkpoint_has_or_lacks_is_named(copied, long_knobs):
 
 
 def test_other_train_shards_are_named(copied, long_knobs, dataset):
-    """Too few are an error, also in a run with another RUN_ID."""
+    """Too few shards are an error, also in a run with another RUN_ID."""
     other = shutil.copytree(dataset, copied / "other")
     tokens = read_shard(other / "fineweb_train_000001.bin")
     write_shard(other / "fineweb_train_000001.bin", tokens[:-1])
@@ -95,7 +95,7 @@ def test_other_train_shards_are_named(copied, long_knobs, dataset):
 def test_the_current_dtype_and_rates_apply_and_the_rest_of_a_group_is_restored(
     tmp_path, long_knobs
 ):
-    """For example to export a GPU's checkpoint again on a CPU."""
+    """A GPU's checkpoint, for example, can be exported again on a CPU."""
     environ = {**long_knobs, "ITERATIONS": "1", "CHECKPOINT_EVERY": "1"}
     finished(run_here(tmp_path, {**environ, "DTYPE": "bf16"}))
     saved = torch.load(tmp_path / CHECKPOINT, weights_only=True)
@@ -113,7 +113,7 @@ def test_the_current_dtype_and_rates_apply_and_the_rest_of_a_group_is_restored(
 def test_weights_that_are_not_finite_replace_no_checkpoint(copied, long_knobs):
     environ = {**long_knobs, "RESUME": "auto", "SCALAR_LR": "3e38", "TRAIN_LOG_EVERY": "0"}
     result = run_here(copied, {**environ, "CHECKPOINT_EVERY": "4"})
-    # In steps 16 and 20. A last step that has a checkpoint gets no second one.
+    # One warning in each of steps 16 and 20. The last step, 20, does not try to save twice.
     assert result.stdout.count(f"\nWARNING: {CHECKPOINT}") == 2
     assert torch.load(copied / CHECKPOINT, weights_only=True)["step"] == 14
     assert result.returncode == 1
@@ -132,8 +132,8 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(copied, long_knobs):
 def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
     copied, long_knobs, changes, word
 ):
-    """The checkpoint is not overwritten. A run that started from base.pt and was killed must not
-    start there again."""
+    """The checkpoint is not overwritten. A run that was killed after a start from base.pt must not
+    start from there again."""
     shutil.copy(copied / CHECKPOINT, copied / "base.pt")
     before = (copied / CHECKPOINT).read_bytes()
     environ = {**long_knobs, "WARMUP_STEPS": "1", "CHECKPOINT_EVERY": "1", **changes}
@@ -163,7 +163,7 @@ def test_a_signal_to_one_rank_stops_all_and_they_resume_to_the_same_bits(tmp_pat
 
 
 def test_torchrun_resumes_after_kill_9_and_its_sigterm_stops_all_ranks(tmp_path, long_knobs):
-    """It restarts all ranks when one is killed. After a signal to it, they save and leave."""
+    """torchrun restarts all ranks when one is killed. When it gets SIGTERM, they save and exit."""
     environ = {**long_knobs, "CHECKPOINT_EVERY": "5", "RESUME": "auto"}
     options = ["--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     command = [TORCHRUN, *options, kill_worker.__file__]

@@ -1,4 +1,4 @@
-"""compare_runs.py: what it reads in logs, what it concludes, what it draws."""
+"""compare_runs.py: reading logs, verdicts, warnings and pictures."""
 
 import os
 import re
@@ -40,8 +40,8 @@ CANDIDATE = [3.4993, 3.4971, 3.5017]
 
 
 def write_sides(folder, baseline=BASELINE, candidate=CANDIDATE, first=0) -> list:
-    """Write logs with these scores and the seeds 0, 1, 2 ..., the candidate's from `first` on:
-    arguments for the tool."""
+    """Write logs with these scores and return the tool's arguments. Seeds are 0, 1, 2, ...; those
+    of the candidate begin at `first`."""
     arguments = []
     for side, losses, start in (("baseline", baseline, 0), ("candidate", candidate, first)):
         arguments.append(f"--{side}")
@@ -53,14 +53,14 @@ def write_sides(folder, baseline=BASELINE, candidate=CANDIDATE, first=0) -> list
 
 
 def compare(capsys, *arguments) -> tuple[int, str]:
-    """Run the tool: exit code and output."""
+    """Run the tool. Returns its exit code and output."""
     with pytest.raises(SystemExit) as ended:
         compare_runs.main(list(map(str, arguments)))
     return ended.value.code, "".join(capsys.readouterr())
 
 
 def test_the_last_start_in_a_file_counts(tmp_path):
-    """In a log file, in the printed output of a run, and in the reference's log, without a path."""
+    """The text is a log file, a run's printed output, or the reference's log, which has no path."""
     first = LOG.replace("step:18", "step:17")
     for text in (LOG[:-1], first + START + END, HEAD + (START + END)[11:]):
         (tmp_path / "log").write_text(text)
@@ -79,8 +79,8 @@ def test_the_last_start_in_a_file_counts(tmp_path):
     ],
 )
 def test_the_score_is_the_last_line_with_eight_digits(tmp_path, capsys, name, lines, stride):
-    """The challenge's logs have such lines of their own, and may list the seed before the source.
-    Windows are side by side if a line of this project has no stride; else it is not known."""
+    """The challenge's logs have score lines of their own, and may list the seed before the source.
+    If the line has no stride, this project's windows are side by side; others' are unknown."""
     score = lines.format(f"{name} val_loss:2.31944212 val_bpb:1.05989454")
     size = "Total submission size quantized+pergroup: 15907550 bytes\n"
     (tmp_path / "log").write_text(f"Knobs:\n  seed: 7\n{LOG.replace('seed:42', '')}{size}{score}")
@@ -104,8 +104,8 @@ def test_runs_without_the_final_line_are_named(tmp_path, capsys):
 
 
 def test_runs_of_one_seed_are_judged_as_in_an_experiment(tmp_path, capsys):
-    """By hand: differences 0.010, 0.012, 0.014, standard error 0.0011547, quantile 20.2. A seed
-    without a partner on the larger side does not count."""
+    """By hand, the differences are 0.010, 0.012, 0.014, their standard error 0.0011547, the
+    quantile 20.2. A seed that only the larger side has does not count."""
     sides = write_sides(tmp_path, [3.50, 3.54, 3.62], [3.490, 3.528, 3.606, 3.3])
     code, out = compare(capsys, *sides[:5], *reversed(sides[5:]))
     assert code == 1 and "3 pairs of one seed: 0.01200 nats (-0.011" in out
@@ -117,7 +117,7 @@ def test_runs_of_one_seed_are_judged_as_in_an_experiment(tmp_path, capsys):
 
 
 def test_without_pairs_the_verdict_is_that_of_welchs_test(tmp_path, capsys):
-    """By hand: standard error 0.00185345, t at 0.005 is 3.65984 with 4.74476 degrees of freedom."""
+    """By hand, the standard error is 0.00185345, and t at 0.005 is 3.65984 with df = 4.74476."""
     shown = "0.00694 to 0.01663\n  better by more than 0.005? shown (p = 0.008)\n"
     for baseline, candidate, more, code, words in [
         (BASELINE, CANDIDATE, "", 0, f"all runs: 0.01178 nats, 95 % confidence interval {shown}"),
@@ -178,7 +178,7 @@ def test_a_model_counts_once(tmp_path, capsys):
         assert code == 2 and "not tested: candidate: a model counts only once" in out
         words = f"warning: candidate: {twin} and {path} are one run, or scores of one model"
         assert out.count("warning") == 1 and words in out
-        assert "n = 4, mean" in out and out.count("mean") == 1  # of the baseline alone
+        assert "n = 4, mean" in out and out.count("mean") == 1  # for the baseline alone
     path.write_text(score.replace("seed:1", "seed:7"))
     assert "warning" not in compare(capsys, *sides, path)[1]
 
@@ -196,13 +196,13 @@ def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
     assert "nats" not in out and "warning" not in out
     groups = [compare_runs.Group("a", [*map(read_run, sides[1:3] + sides[4:])])]
     lines = [line.get_ydata() for line in compare_runs.draw(groups).axes[0].lines]
-    ends = [y[-1] for y in lines if len(y) > 0]  # of training and of validation
+    ends = [y[-1] for y in lines if len(y) > 0]  # training, validation, training, ...
     assert ends[1::2] == pytest.approx([1.89145] * 2 + [1.625] * 2)
 
 
 def test_without_arguments_the_newest_log_is_drawn(tmp_path, capsys, monkeypatch):
-    """Its run may still train, its name be in other letters than the terminal's. A log of score.py
-    does not count."""
+    """The run may still be training, and its name may have letters that the terminal lacks. Logs of
+    score.py are ignored."""
     sys.stdout.reconfigure(encoding="ascii")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
@@ -217,7 +217,7 @@ def test_without_arguments_the_newest_log_is_drawn(tmp_path, capsys, monkeypatch
 
 
 def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
-    """2: it cannot be done. 3: nothing to draw, but a verdict comes first."""
+    """2 is an error. 3 means that there is nothing to draw, but the 1 of a verdict overrides it."""
     monkeypatch.chdir(tmp_path)
     sides = write_sides(tmp_path, first=9)
     log = sides[1]

@@ -19,7 +19,7 @@ CXX = os.environ.get("CXX", "c++")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, knobs) -> dict[str, dict]:
-    """For each check of the worker, devices of its tensors and waits for the GPU."""
+    """Tensor devices and waits for the GPU, for each of the worker's checks."""
     if torch.backends.cuda.is_built() or not shutil.which(CXX):
         pytest.skip(f"needs a torch without CUDA and a compiler ({CXX})")
     folder = tmp_path_factory.mktemp("fake_cuda")
@@ -44,7 +44,7 @@ def test_only_what_is_saved_is_on_the_cpu(results):
 
 @pytest.mark.parametrize("dtype, heads", [("float32", [4, 4, 4]), ("bfloat16", [4, 2, 2])])
 def test_k_and_v_are_repeated_for_each_query_head_in_fp32_only(monkeypatch, dtype, heads):
-    """So that a fused kernel takes them."""
+    """Without bf16, no fused kernel takes fewer KV heads than query heads."""
     found = []
 
     def attention(*parts: torch.Tensor, **settings) -> torch.Tensor:

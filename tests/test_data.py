@@ -73,8 +73,8 @@ def test_a_token_outside_the_vocabulary_names_its_shard(tmp_path):
 def test_a_step_is_the_same_eight_spans_for_every_world_size(
     tmp_path_factory, world_size, sizes, seq_len, sequences, steps
 ):
-    """The spans of all micro-steps and ranks, in this order, are the stream of all shards, again
-    and again. A span is its inputs and its last target."""
+    """The spans, ordered by micro-step and rank, form the stream of all shards, which repeats. A
+    span is the inputs of a batch and its last target."""
     pattern = write_counting_shards(tmp_path_factory.mktemp("shards"), sizes)
     loaders = [DistributedTokenLoader(pattern, r, world_size, "cpu") for r in range(world_size)]
     accum = 8 // world_size

@@ -1,4 +1,4 @@
-"""data/demo_corpus.py: which documents train, and when the files are made again."""
+"""data/demo_corpus.py: the split, and a new build after a change of the code."""
 
 import caseops
 import demo_corpus
@@ -9,7 +9,7 @@ from texts import TEXTS
 
 
 def test_nothing_of_a_held_out_source_is_in_training(monkeypatch):
-    """Neither a whole docstring nor a piece of a long one. All other texts are there, mixed."""
+    """Training has no docstring of it, and no piece of one. It has all other texts, shuffled."""
     monkeypatch.setattr(demo_corpus, "NUM_VAL_SOURCES", 3)
     shared = "shared " * 100 + "end"
     pieces = {name: [f"{name}{part} " * 250 + "end" for part in range(4)] for name in "abcdefgh"}
@@ -25,7 +25,7 @@ def test_nothing_of_a_held_out_source_is_in_training(monkeypatch):
 
 @pytest.mark.parametrize("module", [caseops, demo_corpus, files, tokenizer_tools])
 def test_a_demo_of_an_older_script_is_made_again(tmp_path, monkeypatch, capsys, module):
-    """Otherwise its score would pass for one on today's text."""
+    """Otherwise a score on its text would pass for one on today's text."""
     older, dataset, tokenizer = tmp_path / "older.py", tmp_path / "dataset", tmp_path / "a.model"
     older.write_text("an older script")
     monkeypatch.setattr(demo_corpus, "strongest_lzma", len)

@@ -66,7 +66,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def hub(repository, tmp_path, monkeypatch):
-    """A server for the client in this process, with an empty cache. The file `stalls` hangs."""
+    """A server for this process's client, with an empty cache. It hangs at the file `stalls`."""
     folder = shutil.copytree(repository, f"{tmp_path}/hub{PREFIX}")
     handler = functools.partial(Handler, directory=tmp_path / "hub")
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -94,7 +94,7 @@ def start(hub, *args, **environ) -> subprocess.Popen:
 
 
 def errors_of(process, code: int) -> str:
-    """Wait for the script's end, which must have this exit code, and return what it says."""
+    """Wait for the script, which must exit with this code, and return its stderr."""
     _, errors = process.communicate(timeout=120)
     assert process.returncode == code, errors
     return errors
@@ -139,7 +139,7 @@ def test_a_file_that_is_damaged_in_the_cache_is_downloaded_again(hub, name):
 
 
 def test_byte_shards_and_documents(hub, monkeypatch):
-    """The cache is on another disk (a link fails as one to itself does); the hub has no sidecar."""
+    """os.link (to the file itself) fails, as with a cache on another disk. No sidecar exists."""
     link = os.link
     monkeypatch.setattr(os, "link", lambda source, _: link(source, source))
     (hub.folder / SIDECAR).unlink()
@@ -160,7 +160,7 @@ def test_the_hubs_documents_give_its_shards(hub, tokenizer):
 
 
 def test_an_existing_tokenizer_is_kept(hub, capsys):
-    """So is a shard of another size. A line says so, even if nothing is missing."""
+    """A shard of another size is kept, too. A line says so, even if nothing is missing."""
     own, shard = hub.root / MODEL, hub.root / VAL[0]
     for path in (own, shard):
         path.parent.mkdir(parents=True)
@@ -203,7 +203,7 @@ def test_an_interrupted_download_can_be_continued(hub):
 
 
 def test_an_error_is_one_line(hub, tmp_path):
-    """That of a wrong repository names it and its hub. The download needs no numpy."""
+    """The error for a wrong repository names it and the hub. The download needs no numpy."""
     (tmp_path / "numpy.py").write_text("raise ImportError('No module')")
     environ = {"MATCHED_FINEWEB_REPO_ID": "no/body", "PYTHONPATH": str(tmp_path)}
     (line,) = errors_of(start(hub, **environ), 1).splitlines()

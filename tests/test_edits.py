@@ -39,7 +39,7 @@ class BiasedAttention(CausalSelfAttention):
 
 
 class Factored(torch.optim.Optimizer):
-    """A mean square per row, fp32 for a bf16 embedding, too."""
+    """An optimizer with one mean square per row, in fp32 even for a bf16 embedding."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -80,7 +80,7 @@ CASES = [TOGETHER, [*TECHNIQUES], *([name] for name in EDITS)]
 @pytest.mark.baseline
 @pytest.mark.parametrize("names", CASES, ids=" ".join)
 def test_the_edits_fit_the_script(names):
-    """And leave no name undefined."""
+    """Each text to replace occurs once, and the result has no undefined names."""
     edited = edit_script(SCRIPT.read_text(), names)
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=F821", "-"]
     subprocess.run(command, input=edited, text=True, check=True)
@@ -112,7 +112,7 @@ def test_a_copied_technique_equals_its_knob_bit_for_bit(tmp_path, knobs, names):
 @pytest.mark.records
 @pytest.mark.parametrize("names", CASES, ids=" ".join)
 def test_tests_that_are_not_baseline_stay_green(tmp_path, names):
-    """In a copy of the project. Some minutes for each."""
+    """The tests run in a copy of the project, and take some minutes for each edit."""
     keep = shutil.ignore_patterns(".*", "datasets", "tokenizers", "logs", "*.pt", "*.ptz")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=keep)
     (copy / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), names))

@@ -27,7 +27,7 @@ def train_sp(**settings) -> SentencePieceProcessor:
 
 
 def encode(sp: SentencePieceProcessor, texts: list[str]) -> list[list[int]]:
-    """Documents."""
+    """Return the texts as documents: BOS, then the tokens."""
     return [[sp.bos_id(), *sp.encode(text)] for text in texts]
 
 
@@ -38,7 +38,7 @@ def is_right(sp: SentencePieceProcessor, documents: list[list[int]]) -> bool:
 @settings(max_examples=100, deadline=None)
 @given(text=st.one_of(st.sampled_from(TEXTS), st.text(max_size=60)))
 def test_bytes_are_those_of_the_decoded_text(sp, text):
-    """For any text: words, runs of spaces, characters that fall back to bytes."""
+    """The text has words, runs of spaces, and characters that fall back to bytes."""
     ids = sp.encode(text)
     # A literal U+2581 is encoded like a space. Unknown characters have no bytes.
     assume("\u2581" not in text and "\ufffd" not in sp.decode(ids) and sp.unk_id() not in ids)
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_decoded_text(sp, text):
 
 
 def test_bytes_by_the_rules(sp):
-    """Those that the text alone does not show."""
+    """BOS and unknown pieces have no bytes, nor has a space after them. Only targets count."""
     letter, bos, unk = sp.piece_to_id("a"), sp.bos_id(), sp.unk_id()
     word = next(i for i in range(VOCAB_SIZE) if sp.id_to_piece(i) == "\u2581the")
     assert train_gpt.count_bytes(sp, np.array([bos, word])) == 3  # no space after a control piece
@@ -69,7 +69,7 @@ WITHOUT_SPACE = b"\n\3\xe2\x96\x81\x15", b"\n\3\xe9\xbf\xbf\x15"
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_a_lone_space_without_a_piece_is_one_byte(model_type):
-    """Its three byte tokens count as a leading space does: 0 at the beginning of a document."""
+    """Its three byte tokens count like a leading space: 0 at the start of a document, else 1."""
     settings = {"model_type": model_type, "normalization_rule_name": "identity"}
     model = train_tokenizer(**settings, remove_extra_whitespaces=False)
     sp = SentencePieceProcessor(model_proto=model.replace(*WITHOUT_SPACE))
@@ -115,7 +115,7 @@ def test_a_tokenizer_of_another_size_is_an_error_that_names_its_path_first(small
 @pytest.mark.parametrize("texts", [TEXTS[:5], [max(TEXTS, key=len)]])
 @pytest.mark.parametrize("settings", [{}, {"model_type": "unigram", "add_dummy_prefix": True}])
 def test_another_tokenizer_of_the_same_size_is_noticed(settings, texts):
-    """The right one is not, whatever its kind, even if the only document was cut."""
+    """The right tokenizer is accepted, whatever its kind, even if the only document was cut."""
     right = train_sp(**settings)
     other = train_sp(**settings, sentence_iterator=iter(TEXTS[0].splitlines()))
     documents = encode(right, texts)
@@ -126,7 +126,7 @@ def test_another_tokenizer_of_the_same_size_is_noticed(settings, texts):
 
 @pytest.mark.parametrize("count", [1, 3, 99, 100, 101, 300])
 def test_the_right_tokenizer_is_right_wherever_the_split_ends(sp, count):
-    """Also if a document is long, if it ends with EOS, or if its last token is cut."""
+    """A document may be long, end with EOS, or end within a character."""
     texts = [TEXTS[i % len(TEXTS)][: 50 if count > 3 else None] for i in range(count)]
     documents = encode(sp, texts)
     assert is_right(sp, documents)
@@ -136,7 +136,7 @@ def test_the_right_tokenizer_is_right_wherever_the_split_ends(sp, count):
 
 
 def test_documents_with_unknown_characters_say_nothing():
-    """They cannot be decoded. Without a document to compare there is no warning."""
+    """Such documents cannot be decoded. If there are no others, any tokenizer is accepted."""
     sp = train_sp(byte_fallback=False)
     documents = encode(sp, [f"a word \u4e00 {i}" for i in range(20)])
     assert all(sp.unk_id() in document for document in documents)
@@ -168,11 +168,11 @@ def test_too_few_tokens_are_an_error_that_says_what_to_do(small):
 
 @pytest.mark.parametrize("eval_stride", [0, 1, 4, 5, 15, 16])
 def test_each_target_is_scored_once_in_the_first_window_that_contains_it(small, eval_stride):
-    """By one rank. The reference scores token by token. For any number of ranks and windows in a
-    batch. With 0 or 16 windows are side by side."""
+    """Exactly one rank scores it, for any number of ranks and of windows in a batch. The expected
+    losses are computed token by token. A stride of 0 or 16 means windows side by side."""
     gpt, stride = randomize(GPT(small, torch.float32)).eval(), eval_stride or 16
     ids = Validation(small).tokens.to(torch.int64)
-    ends = [16, *range(16 + stride, 96, stride), 96]  # of windows, in targets
+    ends = [16, *range(16 + stride, 96, stride), 96]  # ends of windows, in targets
     expected = []
     for t in range(96):
         begin = next(end for end in ends if t < end) - 16
@@ -189,7 +189,7 @@ def test_each_target_is_scored_once_in_the_first_window_that_contains_it(small, 
 
 
 def test_validation_calls_the_model_with_one_shape_and_in_eval_mode(small):
-    """Another shape would be compiled. Seventeen windows are not a multiple of four."""
+    """Another shape would be compiled again. Seventeen windows do not fill batches of four."""
     hp = replace(small, val_batch_size=8 * 16 * 4)
     gpt, calls = GPT(hp, torch.float32), set()
 

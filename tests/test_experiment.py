@@ -1,7 +1,6 @@
 """tests/tools/experiment.py with real runs of a small model, two at a time."""
 
 import fcntl
-import functools
 import json
 import math
 import os
@@ -83,7 +82,7 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
 
 @pytest.mark.baseline
 def test_a_change_is_tried_once_and_as_a_baseline_gets_fresh_seeds(run, out):
-    """Its own seed's luck may have chosen it."""
+    """Luck with the first seed may have made it the baseline."""
     command = ["--set", "MATRIX_LR=0.2", "--seeds", "1"]
     code, output, _ = run(*command)
     row, count = ledger(out)[-1], len(ledger(out))
@@ -92,20 +91,21 @@ def test_a_change_is_tried_once_and_as_a_baseline_gets_fresh_seeds(run, out):
     assert float(row["gain"]) == pytest.approx(gain, abs=1e-5)
     again = run(*command)[1]
     assert "started" in output and "started" not in again and len(ledger(out)) == count
-    on_top = functools.partial(run, "--set", "SCALAR_LR=0.1", "--until-sure", "1", MATRIX_LR="0.2")
-    output = on_top()[1]
+    on_top = ["--set", "SCALAR_LR=0.1", "--until-sure", "1"]
+    output = run(*on_top, MATRIX_LR="0.2")[1]
     row = ledger(out)[-1]
     assert (row["change"], row["first_seed"], row["pairs"]) == ("SCALAR_LR=0.1", "2", "1")
     assert "MATRIX_LR=0.2" in row["knobs"] and "earlier ones chose this baseline" in output
     tried = output.partition("changes tried:")[2].split()[0]
     output = run(*command[:3], "5")[1]  # to confirm it changes nothing for what builds on it
     assert f"changes tried: {tried}" in output and ledger(out)[-1]["first_seed"] == "5"
-    assert "started" not in on_top()[1] and ledger(out)[-1]["first_seed"] == "2"
+    again = run(*on_top, MATRIX_LR="0.2")[1]
+    assert "started" not in again and ledger(out)[-1]["first_seed"] == "2"
 
 
 @pytest.mark.baseline
 def test_another_script_with_a_knob_of_its_own(tmp_path, run):
-    """It has a byte order mark, and is outside any repository."""
+    """The script has a byte order mark, and is outside any repository."""
     script, line = tmp_path / "mine.py", "    seed: int = 1337"
     text = SCRIPT.read_text().replace(line, f"    gain_power: float = 1.0\n{line}")
     text = text.replace("hp.qk_gain_init)", "hp.qk_gain_init**hp.gain_power)")
@@ -138,7 +138,7 @@ def test_a_failed_run_ends_the_experiment_with_its_last_lines(tmp_path, run, out
 
 
 def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, small, run):
-    """The terminal is not in UTF-8, which the folder's name would need."""
+    """The terminal is not in UTF-8, so the folder's name is printed with escapes."""
     environ = {"ITERATIONS": "400", "TRAIN_LOG_EVERY": "5", "NUM_LAYERS": "1"}
     out = tmp_path / "运行"
     arguments = ["--set", "ITERATIONS=6", "--seeds", "1", "--out", str(out)]
@@ -150,7 +150,7 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
     while not re.search(rb"baseline, seed 1: step \d+/400, loss.*min left", seen):
         seen += os.read(terminal, 1000)
     os.write(terminal, b"\3")
-    with pytest.raises(OSError):  # the terminal has no other end any more
+    with pytest.raises(OSError):  # the other end of the terminal is closed
         while part := os.read(terminal, 1000):
             seen += part
     assert process.wait() == 130 and b"the same command continues" in seen
@@ -204,8 +204,8 @@ def finished_pairs(folder: Path, *results: tuple) -> experiment.Experiment:
 
 
 def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path):
-    """In bits per byte where the tokenizers differ. A loss that is not finite does not count. Equal
-    losses are an error: of both sides, or of two seeds, as with an edit that ignores SEED."""
+    """If the tokenizers differ, the unit is bits per byte. A loss that is not finite does not
+    count. Equal losses of both sides, or of two seeds (an edit may ignore SEED), are an error."""
     done = ((3.0, 1.5), (2.8, 1.4))
     for name, missing in (("unfinished", None), ("not finite", (None, None))):
         found = finished_pairs(tmp_path / name, done, (done[0], missing), done)
@@ -221,7 +221,7 @@ def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path
 
 
 def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys):
-    """Two runs took a minute. A third is there already, so the last three take 1.5 minutes."""
+    """Two runs took a minute. A third was finished before, so the other three take 1.5 minutes."""
     done = ((3.0, 1.5), (2.8, 1.4))
     found = finished_pairs(tmp_path, done, ((3.1, 1.6), None), (None, None))
     found.args.minutes, found.args.deadline = 2, time.monotonic() + 9999

@@ -38,7 +38,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def clips(rows: torch.Tensor) -> torch.Tensor:
-    """NumPy's quantile of |row|. Its rank is in fp32, as torch has it up to 2.14."""
+    """Return NumPy's quantile of |row|. Its rank is computed in fp32, as in torch up to 2.14."""
     return torch.from_numpy(np.quantile(rows.abs().numpy(), np.float32(0.9999984), axis=1))
 
 
@@ -97,7 +97,7 @@ def test_whole_tensors_by_the_contracts_formula():
 
 
 def test_a_bank_of_more_values_than_torchs_quantile_takes_is_quantized():
-    """More than 2**24 in one row, as a stack of matrices has. None is clipped."""
+    """A stack of matrices has more than 2**24 values in one row. None of them is clipped."""
     torch.manual_seed(0)
     bank = torch.randn(17, 1000, 1000)
     bank[3, 5, 7] = 9.0
@@ -119,7 +119,7 @@ def test_dequantize_undoes_quantize():
 
 
 def test_without_qmeta_a_scale_with_one_dimension_is_one_per_row():
-    """Objects of other scripts have this."""
+    """Artifacts of other scripts may lack qmeta."""
     values, scales = torch.randint(-127, 128, (3, 2, 2), dtype=torch.int8), torch.rand(3)
     weight = {"quantized": {"w": values}, "scales": {"w": scales}, "dtypes": {"w": "float32"}}
     restored = dequantize_state_dict_int8({**weight, "passthrough": {}})
@@ -145,7 +145,7 @@ def test_the_artifact_is_zlib_at_level_9(gpt):
 
 @pytest.mark.parametrize("spare, verdict", [(0, "fits"), (-1, "too_large")])
 def test_the_artifact_and_the_lines_of_its_size(gpt, spare, verdict):
-    """With code of a length that fits to the byte, or is one byte too long."""
+    """The code fits to the byte, or is one byte too long."""
     artifact, _ = export(gpt, b"")
     size, total = len(artifact), 16_000_000 - spare
     _, code_line, _, model, submission, check = export(gpt, b"#" * (total - size))[1]
@@ -157,7 +157,7 @@ def test_the_artifact_and_the_lines_of_its_size(gpt, spare, verdict):
 
 # ---- writing files -------------------------------------------------------------------------------
 def test_a_file_gets_its_name_when_its_bytes_are_on_the_disk(tmp_path, monkeypatch):
-    """Else a power cut or a full disk could leave an empty file in place of the old one."""
+    """Otherwise a power cut or a full disk could leave an empty file in place of the old one."""
     path, log, flushed = tmp_path / "model", Lines(), []
 
     def fsync(number: int) -> None:
@@ -177,7 +177,7 @@ def final_files(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_result_of_an_older_run_moves_to_previous(tmp_path, knobs):
-    """With its knobs. Only one run is kept: what it lacks is not taken from the run before it."""
+    """Its knobs move, too. Only one run is kept: no file of an even older run fills a gap."""
     environ = {**knobs, "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0"}
     for steps in range(3):
         if steps == 2:
@@ -190,14 +190,14 @@ def test_the_result_of_an_older_run_moves_to_previous(tmp_path, knobs):
 def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
     tmp_path, knobs, monkeypatch
 ):
-    """For example without memory for the first step, which the warm-up takes. What such a run, or
-    an interrupted one, has moved stays there when it is repeated."""
+    """For example, the warm-up, which takes a step, may run out of memory. Files that a crashed or
+    interrupted run has moved to previous/ stay there when it is repeated."""
     environ = {**knobs, "WARMUP_STEPS": "1", "VAL_LOSS_EVERY": "0", "ITERATIONS": "1"}
     finished(run_here(tmp_path, environ))
     files = final_files(tmp_path)
     for function, place in (("warm_up", "."), ("train", "previous")):
         with monkeypatch.context() as patches:
-            patches.setattr(train_gpt, function, None)  # so that it crashes there
+            patches.setattr(train_gpt, function, None)  # the call crashes
             assert run_here(tmp_path, environ).returncode == 1
         assert final_files(tmp_path / place) == files
     assert final_files(tmp_path) == {}
@@ -209,7 +209,7 @@ def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
 def test_the_files_of_a_run_that_ends_first_in_the_same_folder_are_not_lost(
     tmp_path, knobs, monkeypatch, late, lost
 ):
-    """It writes a model, which replaces an older set, or the score of a model that has moved."""
+    """The other run writes a model, which replaces an older set, or the score of a moved model."""
     old = dict.fromkeys((MODEL, ARTIFACT, RESULT), b"older")
     for name in old:
         (tmp_path / name).write_bytes(b"older")
@@ -227,8 +227,8 @@ def test_the_files_of_a_run_that_ends_first_in_the_same_folder_are_not_lost(
 
 @pytest.mark.parametrize("name", [MODEL, ARTIFACT, RESULT])
 def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, knobs, name):
-    """In the end it fails. The file of an older run stays, and is not listed as written."""
-    for older in ("previous", name):  # so that it cannot move
+    """The run fails at its end. The file of an older run stays, and is not listed as written."""
+    for older in ("previous", name):  # so the older file cannot move
         (tmp_path / older).write_bytes(b"older")
     (tmp_path / f"{name}.{os.getpid()}.part").mkdir()
     result = run_here(tmp_path, {**knobs, "ITERATIONS": "1", "VAL_LOSS_EVERY": "0"})

@@ -34,7 +34,7 @@ def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     """The largest distance of a pair of tensors, relative to the norm of the wanted one."""
     pairs = [(a.double(), b.double()) for a, b in zip(found, wanted, strict=True)]
     distances = torch.stack([(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in pairs])
-    return distances.max().item()  # NaN if one of them is
+    return distances.max().item()  # NaN if any is
 
 
 def loss_and_gradients(dtype: torch.dtype, compiled: bool) -> list[Tensor]:
@@ -55,9 +55,9 @@ def loss_and_gradients(dtype: torch.dtype, compiled: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("mix_order_reduction", [False, True])
 def test_compiled_against_eager(mix_order_reduction):
-    """In fp32 they agree; in bf16 the compiled one is not farther from fp32 than the eager one.
-    Also if the user sets TORCHINDUCTOR_MIX_ORDER_REDUCTION=1."""
-    # Eager gradients stay alive: a gradient that is lost may else be their old memory, and right.
+    """In fp32 both agree. In bf16 the compiled model is about as close to fp32 as the eager one,
+    even if the user sets TORCHINDUCTOR_MIX_ORDER_REDUCTION=1."""
+    # Eager gradients stay alive, or a lost gradient could reuse their memory and look right.
     exact = loss_and_gradients(torch.float32, False)
     eager = loss_and_gradients(torch.bfloat16, False)
     torch._dynamo.reset()
@@ -74,7 +74,7 @@ def test_compiled_against_eager(mix_order_reduction):
 
 
 def run_on_gpus(folder: Path, knobs: dict[str, str], ranks: int) -> list[float]:
-    """The losses that the script logs, compiled, in fp32."""
+    """Run the script, compiled, in fp32. Returns the losses that it logs."""
     kept = ("CUDA_", "NCCL_", "LD_PRELOAD", "TORCHINDUCTOR_", "TRITON_")
     environ = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     environ |= {**knobs, "DEVICE": "cuda", "DTYPE": "fp32", "COMPILE": "1"}
@@ -89,7 +89,7 @@ def run_on_gpus(folder: Path, knobs: dict[str, str], ranks: int) -> list[float]:
 
 
 def test_ranks_of_nccl_against_the_script_alone(knobs, tmp_path):
-    """As many as there are GPUs."""
+    """The ranks are 1, 2, 4 and 8, up to the number of GPUs."""
     alone = run_on_gpus(tmp_path, knobs, 0)
     for ranks in (1, 2, 4, 8):
         if ranks <= torch.cuda.device_count():
@@ -103,6 +103,6 @@ def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_p
     hp = Hyperparameters(data_path=str(tmp_path))
     state = train_gpt.TrainingState(hp, Runtime(0, 1, GPU, torch.bfloat16, True))
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):  # in the second one there is optimizer state
+    for _ in range(2):  # the second step has optimizer state
         train_gpt.train_step(state)
     assert torch.cuda.max_memory_allocated() >> 20 < REFERENCE_PEAK_MIB

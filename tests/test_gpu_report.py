@@ -1,4 +1,4 @@
-"""gpu_report.py: each part has a row, also one that fails."""
+"""gpu_report.py: each part gets a row, even if it fails."""
 
 import re
 import runpy
@@ -40,7 +40,7 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
 
 @pytest.mark.baseline
 def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
-    """Those with torch run in this process, since each new one starts for seconds."""
+    """Parts that use torch run in this process, since a new process takes seconds to start."""
 
     def run(command: list[str | Path], env: dict[str, str], **options) -> object:
         _, program, *arguments = command
@@ -71,7 +71,7 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
 @pytest.mark.baseline
 @pytest.mark.parametrize("tied", ["1", "0"])
 def test_flops_are_those_of_the_matrices(tied):
-    """Two for each weight and token forward, four backward; attention looks back at T/2 tokens."""
+    """Each weight costs 2 FLOPs per token forward, 4 backward. Attention sees T/2 tokens."""
     environ = {"NUM_LAYERS": "1", "MODEL_DIM": "8", "NUM_HEADS": "2", "NUM_KV_HEADS": "1"}
     environ |= {"TRAIN_SEQ_LEN": "4", "VOCAB_SIZE": "10", "TIE_EMBEDDINGS": tied}
     gpt = train_gpt.GPT(train_gpt.Hyperparameters.from_env(environ))

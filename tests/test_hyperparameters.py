@@ -28,7 +28,7 @@ DEFAULTS = dict(
     DEVICE="auto", DTYPE="auto", COMPILE="auto", PRESET="", BATCH_SLOTS=8, CHECKPOINT_EVERY=0,
     RESUME="", MAX_VAL_TOKENS=0, EVAL_STRIDE=0, WARMDOWN_FRAC=0.0,
 )  # fmt: skip
-# All knobs that 0 disables, as their comments, which --help shows, say.
+# All knobs that 0 disables, according to their comments, which --help shows.
 LINES = inspect.getsource(Hyperparameters).splitlines()
 SWITCHES = [line.split(":")[0].strip().upper() for line in LINES if "0: " in line]
 

@@ -7,7 +7,7 @@ import pytest
 from runs import SCRIPT
 
 RECORD_SCRIPT = SCRIPT.with_name("tests") / "records" / "train_record.py"
-# Lines of train_gpt.py that train_record.py lacks: how many, and their checksum.
+# Number and checksum of the lines of train_gpt.py that train_record.py lacks.
 LACKING = (67, 3762674332)
 ADVICE = """
 An edit of train_gpt.py is missing in tests/records/train_record.py. To port an uncommitted one:

@@ -42,8 +42,8 @@ def open_file(
 # ---- damaged and foreign files -------------------------------------------------------------------
 @pytest.mark.parametrize("name", [MODEL, CHECKPOINT, ARTIFACT])
 def test_a_file_cut_short_is_refused_and_a_flipped_byte_is_or_changes_nothing(trained, gpt, name):
-    """Mostly near an end of the file, where its structure is. Some bytes, such as padding, have no
-    meaning."""
+    """Most flipped bytes are near either end of the file, where its structure is. Some bytes, such
+    as padding, have no meaning."""
     data = (trained[0] / name).read_bytes()
     for length in (0, 1, 100, len(data) // 2, len(data) - 100, len(data) - 1):
         with pytest.raises(InputError, match=name):
@@ -68,7 +68,7 @@ def test_a_file_cut_short_is_refused_and_a_flipped_byte_is_or_changes_nothing(tr
 
 
 class Hostile:
-    """Makes a folder when it is unpickled."""
+    """Unpickling it makes a folder."""
 
     def __reduce__(self) -> tuple:
         return os.mkdir, ("marker",)
@@ -78,7 +78,7 @@ class Hostile:
 @pytest.mark.parametrize("save", [torch.save, pickle.dump])
 @pytest.mark.parametrize("wrap", [train_gpt.compress, bytes])
 def test_no_code_is_run_from_a_file(tmp_path, quantized_knobs, resume, save, wrap):
-    """Whatever the file is wrapped in."""
+    """The file is saved by torch or by pickle, compressed or not."""
     path, file = tmp_path / "hostile.pt", io.BytesIO()
     save({"model": Hostile()}, file)
     path.write_bytes(wrap(file.getvalue()))
@@ -124,8 +124,8 @@ def score_file(folder: Path, knobs: dict, path: Path) -> list[str]:
 
 
 def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path, score_knobs):
-    """With the knobs of its run, which are next to it."""
-    left_over = {"RESUME": "auto"}  # exported for a run: they change nothing
+    """The knobs come from the result of its run, in the same folder."""
+    left_over = {"RESUME": "auto"}  # exported for a run: it changes nothing
     lines = score_file(tmp_path, {**score_knobs, **left_over}, trained[0] / ARTIFACT)
     assert lines[-1] == trained[1][-1]
     assert lines[-2].startswith("final_int8_zlib_roundtrip val_loss:")
@@ -187,7 +187,7 @@ def test_another_script_is_a_warning(trained, tmp_path, score_knobs, lacking, wo
 
 
 def test_a_split_that_is_not_the_manifests_is_a_warning(trained, tmp_path, score_knobs):
-    """A shard that was cut, and has the right header."""
+    """A shard was cut, and its header was adapted."""
     data = shutil.copytree(score_knobs["DATA_PATH"], tmp_path / "datasets" / "name")
     manifest = {"datasets": [{"name": "name", "stats": {"tokens_val": 1501}}]}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
@@ -197,7 +197,7 @@ def test_a_split_that_is_not_the_manifests_is_a_warning(trained, tmp_path, score
 
 
 def test_a_file_with_the_result_of_another_run_is_refused(trained, tmp_path, score_knobs):
-    """Its knobs may be wrong, but fit: another ROPE_BASE is another score."""
+    """Knobs of another run may fit but be wrong: another ROPE_BASE gives another score."""
     path = Path(shutil.copy(trained[0] / MODEL, tmp_path))
     copy_result(trained[0], tmp_path, {}, crc32={ARTIFACT: 1, MODEL: 2})
     failed(run_here(tmp_path, score_knobs, score, [str(path)]), MODEL, RESULT, "crc32")

@@ -26,7 +26,7 @@ TIMES = r"train_time:\d+ms step_avg:\d+\.\d{2}ms"
 
 
 def log_file(folder: Path) -> tuple[str, str]:
-    """Source and versions of a run's log file, and its lines."""
+    """Split a run's log file into its head (source and versions) and its lines."""
     head, rule, lines = (folder / "logs" / "test.txt").read_text().rpartition("=" * 100 + "\n")
     return head + rule, lines
 
@@ -65,7 +65,7 @@ def test_another_argument_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("cuda", [None, "13.0"])
 def test_warnings_of_a_wrong_tokenizer_and_an_unused_gpu(tmp_path, knobs, monkeypatch, cuda):
-    """At the start and next to the score. A torch for the CPU is meant to run there."""
+    """They come at the start and next to the score. A CPU build of torch never warns of a GPU."""
     path = tmp_path / "other.model"
     path.write_bytes(train_tokenizer(sentence_iterator=iter(TEXTS[0].splitlines())))
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -124,7 +124,7 @@ def test_the_log_line_by_line(single, dataset, tokenizer):
 
 
 def test_the_steps_that_are_logged(tmp_path, knobs):
-    """The first ten, then every TRAIN_LOG_EVERY; of a long warm-up every tenth and the last."""
+    """Steps 1 to 10, then every TRAIN_LOG_EVERY; of a long warm-up, every tenth and the last."""
     few = {"NUM_LAYERS": "1", "WARMUP_STEPS": "23", "ITERATIONS": "12", "TRAIN_LOG_EVERY": "4"}
     log = "\n".join(finished(run_here(tmp_path, {**knobs, **few})))
     assert re.findall(r"warmup_step:(\S+)", log) == ["10/23", "20/23", "23/23"]
@@ -189,8 +189,8 @@ def test_the_result_has_scores_and_knobs(trained, quantized_knobs):
 
 
 def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
-    """Up to the graphs. Inductor, which compiles them, needs a C++ compiler and a minute, and is
-    tested by PyTorch."""
+    """Only the traced graphs are compared. Inductor, which compiles them, is tested by PyTorch, and
+    needs a C++ compiler and a minute."""
     compile = functools.partial(torch.compile, backend="aot_eager")
     environ = {**knobs, "NUM_LAYERS": "2", "ITERATIONS": "2", "MAX_VAL_TOKENS": "64"}
     eager = finished(run_here(tmp_path, environ))
@@ -202,14 +202,14 @@ def test_compiled_equals_eager(tmp_path, knobs, monkeypatch):
 
 # ---- how a run ends ------------------------------------------------------------------------------
 def print_rank() -> None:
-    """Print in a validation to an ASCII stdout that, as a pipe's, keeps lines until a flush."""
+    """Print in a validation, to an ASCII stdout that is buffered until a flush, as for a pipe."""
     sys.stdout.reconfigure(encoding="ascii", line_buffering=False, write_through=False)
     say = functools.partial(print, "from rank", os.environ["RANK"])
     runs.call_before(pytest.MonkeyPatch(), GPT, "train", lambda *_: say())
 
 
 def test_what_any_rank_prints_is_not_lost(tmp_path, knobs):
-    """Python keeps it until it exits. With PYTHONIOENCODING=ascii, other letters are escaped."""
+    """Python buffers it until the exit. With PYTHONIOENCODING=ascii, other letters are escaped."""
     environ = {**knobs, "ITERATIONS": "0", "RUN_ID": "\xe9"}
     results = runs.run_ranks(tmp_path, environ, 2, edit=print_rank)
     assert [f"from rank {rank}\n" in results[rank].stdout for rank in (0, 1)] == [True, True]
@@ -220,8 +220,8 @@ def test_what_any_rank_prints_is_not_lost(tmp_path, knobs):
 def test_weights_and_knobs_are_on_the_disk_before_anything_can_fail(
     tmp_path, knobs, monkeypatch, place, broken
 ):
-    """They replace those of an older run; the last step has a checkpoint. An error of a player's
-    code keeps its traceback."""
+    """The files replace those of an older run, and the last step has a checkpoint. An error in a
+    player's code keeps its traceback."""
 
     def fail(*arguments):
         Path("my_table.bin").read_bytes()
@@ -240,7 +240,7 @@ def test_weights_and_knobs_are_on_the_disk_before_anything_can_fail(
 
 @pytest.mark.parametrize("step, knob", [(1, "QK_GAIN_INIT"), (2, "SCALAR_LR")])
 def test_a_loss_that_is_not_finite_ends_the_training(tmp_path, knobs, step, knob):
-    """The first loss is of the initial weights: it blames no learning rate."""
+    """The first loss is that of the initial weights, so the error blames no learning rate."""
     result = run_here(tmp_path, {**knobs, knob: "3e38", "VAL_LOSS_EVERY": "0"})
     assert ("DTYPE" in failed(result, "train_loss")) == (step == 1)
     assert result.stdout.splitlines()[-1].startswith(f"step:{step}/6 train_loss:nan ")
@@ -253,7 +253,7 @@ def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knob
     assert result.stdout.splitlines()[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:nan")
     assert (tmp_path / ARTIFACT).is_file()
     text = (tmp_path / RESULT).read_text()
-    assert "NaN" not in text  # which is not JSON
+    assert "NaN" not in text  # NaN is not JSON
     result = json.loads(text)
     assert (result["val_loss"], result["pre_quant_val_bpb"], result["steps"]) == (None, None, 1)
 

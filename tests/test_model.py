@@ -17,7 +17,7 @@ HP = Hyperparameters(
 @pytest.mark.baseline
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_are_the_contracts_for_a_seed(tied):
-    """Those of torch's layers, in the plain model's order, but for zeros and a tied embedding."""
+    """torch's layers draw them in the plain model's order, except zeros and a tied embedding."""
     hp = replace(HP, tie_embeddings=tied)
     torch.manual_seed(5)
     gpt = GPT(hp, torch.bfloat16)

@@ -13,7 +13,7 @@ HP = Hyperparameters(num_layers=1, model_dim=32, control_tensor_name_patterns=("
 
 @pytest.mark.baseline
 def test_bf16_rounds_where_the_reference_does():
-    """b A + (c A) A: the scalar comes before the product. The other order gives other bits."""
+    """In b A + (c A) A, the scalar comes before the product. Another order gives other bits."""
     torch.manual_seed(0)
     x = torch.randn(3, 16, 40).bfloat16()
     assert torch.equal(train_gpt.newton_schulz(x, 5), plain.newton_schulz(x, 5))

@@ -49,7 +49,7 @@ def test_a_minified_module_can_be_inspected(tmp_path):
 
 
 def test_a_script_of_any_encoding_shows_its_lines_in_a_traceback(tmp_path):
-    """Its name is printed, too, by a stdout that lacks its characters."""
+    """pack.py prints the script's name, too, even to a stdout that lacks its characters."""
     text = "# coding: {}\nprint('é')\n1 / 0  # é\n"
     (tmp_path / "bom 运行.py").write_text(text.format("utf-8"), encoding="utf-8-sig")
     (tmp_path / "latin.py").write_text(text.format("latin-1"), encoding="latin-1")
@@ -60,7 +60,7 @@ def test_a_script_of_any_encoding_shows_its_lines_in_a_traceback(tmp_path):
 
 
 def test_help_needs_no_docstrings(tmp_path):
-    """With PYTHONOPTIMIZE=2 there are none."""
+    """With PYTHONOPTIMIZE=2, Python drops docstrings."""
     files = [*PACK.parent.glob("*.py"), *ROOT.glob("data/*.py")]
     programs = [str(path) for path in files if "\nif __name__" in path.read_text()]
     code = f"""

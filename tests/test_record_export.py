@@ -37,8 +37,8 @@ def test_the_quantizers_knobs_reach_the_artifact(all_matrices):
 
 # ---- GPTQ and AWQ --------------------------------------------------------------------------------
 def plain_gptq(weight: Tensor, scale: Tensor, limit: int, hessian: Tensor) -> Tensor:
-    """Round one column after the other, the largest input first. All that are left make up for its
-    error as well as they can, by the inverse of their own part of the Hessian."""
+    """Round one column after another, the one with the largest input first. The columns that are
+    left make up for its error, by the inverse of their own part of the Hessian."""
     weight, values = weight.double(), torch.empty_like(weight)
     hessian = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(len(hessian))
     left = hessian.diagonal().argsort(descending=True)
@@ -53,7 +53,7 @@ def plain_gptq(weight: Tensor, scale: Tensor, limit: int, hessian: Tensor) -> Te
 
 
 def test_gptq_rounds_as_a_plain_version():
-    """In two blocks of columns."""
+    """The matrix has two blocks of columns."""
     torch.manual_seed(0)
     weight, x = torch.randn(50, 200), torch.randn(1000, 200) @ torch.randn(200, 200)
     scale = weight.abs().amax(dim=1) / 7
@@ -66,7 +66,7 @@ def test_gptq_rounds_as_a_plain_version():
 
 
 def inputs_of_layers(gpt: nn.Module) -> dict[str, Tensor]:
-    """What the weights of linear layers read in GPTQ's batches: (n, columns)."""
+    """Return the inputs (n, columns) of each linear layer in GPTQ's batches."""
     inputs = {"tok_emb.weight": []}
     gpt.output = lambda x: inputs["tok_emb.weight"].append(x) or x
     for name, layer in gpt.named_modules():
@@ -85,7 +85,7 @@ def error_of(values: dict[str, Tensor], gpt: nn.Module, name: str, x: Tensor) ->
 
 
 def test_gptq_lowers_the_error_of_each_layer(knobs, all_matrices):
-    """On the inputs that it reads. Any number of ranks writes the same artifact."""
+    """The error is measured on GPTQ's inputs. Any number of ranks writes the same artifact."""
     runtime, files = replace(ALONE, log=Lines()), []
     for world_size, batches in ((1, "0"), (1, "2"), (2, "2")):
         levels = {"MATRIX_LEVELS": "7", "EMBED_LEVELS": "7", "GPTQ_BATCHES": batches}
@@ -103,13 +103,13 @@ def test_gptq_lowers_the_error_of_each_layer(knobs, all_matrices):
 
 
 def test_awq_rounds_the_most_salient_columns_finer(knobs, all_matrices):
-    """Of all matrices of the blocks: eight adjacent columns, found by brute force. Layer 1 runs
-    twice, so it reads more inputs, which must not count."""
+    """The most salient eight adjacent columns of all blocks' matrices are found by brute force.
+    Layer 1 loops, so it reads more inputs, which must not count."""
     settings = "MATRIX_LEVELS=31 GPTQ_BATCHES=2 LOOP_FIRST=1 LOOP_LAYERS=1 LOOP_TIMES=3"
     objs = []
     for columns in ("0", "8"):
         gpt = random_model(train_record, {**knobs, **read(settings), "AWQ_COLUMNS": columns})
-        gpt.blocks[1].mlp.proj.weight.data *= 0.9  # else the most salient, by its inputs' number
+        gpt.blocks[1].mlp.proj.weight.data *= 0.9  # or its number of inputs lets it win
         gpt.blocks[0].attn.proj.weight.data[:, 16:24] *= 4  # the largest weights, but small inputs
         gpt.blocks[2].attn.c_v.weight.data[:, 16:24] *= 3
         artifact, _ = train_record.export(gpt, gpt.hp, replace(ALONE, log=Lines()))
@@ -160,7 +160,7 @@ def test_rans_restores_values_and_refuses_damage(n):
 
 @pytest.mark.parametrize("alike", ["columns", "rows"])
 def test_rans_takes_less_than_the_entropy_of_matrices(alike):
-    """If columns differ in spread, or if rows resemble earlier rows."""
+    """Either the columns differ in spread, or rows resemble earlier rows."""
     torch.manual_seed(0)
     values = 3 * torch.randn(700, 600)  # wider than RANS_LANES
     if alike == "columns":

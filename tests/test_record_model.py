@@ -26,7 +26,7 @@ STACK = (
 # ---- Records and knobs ---------------------------------------------------------------------------
 @pytest.mark.parametrize("preset", RECORDS)
 def test_a_record_is_the_published_model(preset):
-    """From record1855 on, it has 48 parameters less than published, which do nothing."""
+    """From record1855 on, the model lacks 48 of the published parameters, which do nothing."""
     num_params, loop = 35_945_623, [3, 4, 5]
     if preset == "record1394":
         num_params, loop = 35_943_512, [4, 5]
@@ -138,7 +138,7 @@ def test_logits_are_those_of_a_plain_version(knobs):
 
 
 def test_new_parameters_begin_as_documented():
-    """Adam trains them, and they stay fp32."""
+    """Adam trains the new parameters, and they stay in fp32."""
     gpt = train_record.GPT(from_env(read(STACK)))
     zeros = (gpt.smear_gate, gpt.skip_weights_gate, gpt.blocks[5].attn.gate)
     assert not any(param.any() for param in zeros)
@@ -157,7 +157,7 @@ for row, starts in zip(ROWS, ([0, 40], [10, 60], [1, 95], [], [0, 8, 30, 31, 70]
 
 
 def cut_plainly(rows: list[list[int]], longest: int) -> tuple[list[int], list[int]]:
-    """The number of each token's document, over all rows, and its position there."""
+    """Return each token's document, numbered over all rows, and its position in it."""
     documents, positions, number = [], [], -1
     for row in rows:
         in_row = 0
@@ -209,7 +209,7 @@ def test_flash_attention_agrees_with_the_mask(longest, monkeypatch):
     torch.testing.assert_close(y, expected)
 
 
-@pytest.mark.parametrize("size", [40, 192])  # of a row, which has two or six documents at most
+@pytest.mark.parametrize("size", [40, 192])  # a row has at most two or six documents
 @pytest.mark.parametrize("longest", [7, 32, 33, 96, 192])
 def test_documents_are_cut_as_by_a_plain_loop(size, longest):
     rows = torch.randint(4, 1000, (4, 192), generator=torch.Generator().manual_seed(longest))

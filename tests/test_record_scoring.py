@@ -1,5 +1,5 @@
-"""train_record.py's final scores: test-time training and hints against plain versions, and what
-losses must not depend on."""
+"""train_record.py's final scores: test-time training and hints against plain versions, on any
+number of ranks and with groups of any size."""
 
 import copy
 import functools
@@ -42,8 +42,8 @@ def gpt(lora_knobs) -> GPT:
 
 
 def random_tokens(lengths: list[int]) -> Tensor:
-    """Documents with these numbers of targets, each of which ends with the next one's BOS. Most
-    tokens follow from the last, so a model can learn them."""
+    """Make documents with these numbers of targets, the last of which is the next document's BOS.
+    Most tokens follow from the one before, so a model can learn them."""
     numbers = random.Random(1)
     tokens = []
     for length in lengths:
@@ -66,8 +66,8 @@ def loss_of(gpt: GPT, tokens: Tensor, runtime=ALONE, **changes) -> float:
 
 
 def plain_loss(gpt: GPT, documents: list[Tensor], lr: float, keep: bool = False) -> float:
-    """What it should be: one document at a time, in a model with dense matrices W + B @ A. Only the
-    first A are not its own. keep: a later document starts with the A of the one before."""
+    """Return the expected loss, one document at a time, with dense matrices W + B @ A. Only the
+    first A are the script's. keep: a later document starts with the A of the one before."""
     hp, context = gpt.hp, gpt.hp.lora_context or T
     # A tied output is a copy of the embedding, which the adapters do not change.
     weights = {"lm_head.weight": gpt.tok_emb.weight, **gpt.state_dict()}
@@ -126,7 +126,7 @@ PART = random_tokens([10, 30])[4:27]  # begins and ends within a document
     ],
 )
 def test_the_loss_is_that_of_a_plain_version(lora_knobs, changes, tokens, monkeypatch):
-    """Which scores each chunk before it learns from it. Groups of any size give the same loss."""
+    """The plain version scores each chunk, then trains on it. Groups may have any size."""
     monkeypatch.setattr(train_record, "LORA_SHORT_CHUNKS", ((6, 2), (13, 3)))
     gpt = random_model(train_record, {**lora_knobs, **read(changes)})
     documents = split(tokens)
@@ -153,14 +153,14 @@ def plain_phase(gpt: GPT, documents: list[Tensor], lr: float) -> None:
 
 @pytest.mark.parametrize("tied", ["1", "0"])
 def test_phases_are_those_of_a_plain_version(lora_knobs, tied, monkeypatch):
-    """Two documents, three steps of all weights, a document, four steps, two documents."""
+    """Two documents, three steps of all weights, two documents, four steps, the last document."""
     monkeypatch.setattr(train_record, "LORA_PHASE_TOKENS", 2 * T)
     environ = {**lora_knobs, "LORA_CHUNK": "8", "TIE_EMBEDDINGS": tied}
     gpt = random_model(train_record, environ)
     tokens = random_tokens([40, 50, 30, 6, 9])
     documents = sorted(split(tokens), key=len, reverse=True)
     phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_phase_lr": 0.01}
-    sizes = (1, 2)  # of a group; a phase ends with one
+    sizes = (1, 2)  # documents in a group; a phase ends its last group
     losses = [loss_of(gpt, tokens, lora_documents=size, **phases) for size in sizes]
     constant = loss_of(gpt, tokens)
     plain, total = copy.deepcopy(gpt), 0.0
@@ -182,7 +182,7 @@ def test_adapters_begin_alike_and_small(gpt):
 
 
 def test_kept_adapters_are_those_of_a_plain_version(lora_knobs):
-    """Each of two slots has its own, on one rank and on two."""
+    """Each of two slots keeps its own adapters, on one rank and on two."""
     gpt = random_model(train_record, {**lora_knobs, **read("LORA_KEEP=1 LORA_CHUNK=8")})
     tokens = random_tokens([40, 39, 38, 37, 36])
     documents = sorted(split(tokens), key=len, reverse=True)
@@ -233,8 +233,8 @@ def take_short_steps() -> None:
 
 
 def test_score_gives_on_two_ranks_the_loss_of_one(tmp_path, gpt, lora_knobs, monkeypatch):
-    """Phases take steps of five rows, one (the second rank has none), five and two. MAX_VAL_TOKENS
-    cuts the last document."""
+    """The steps of the phases have five rows, one (so the second rank has none), five and two.
+    MAX_VAL_TOKENS cuts the last document."""
     monkeypatch.setattr(train_record, "LORA_PHASE_TOKENS", 5 * T)
     tokens = random_tokens([50, 49, 10, 3, 9])
     write_shard(tmp_path / "fineweb_val_000000.bin", tokens.numpy())
@@ -255,7 +255,7 @@ TILT = f"TRAIN_SEQ_LEN={T} NUM_LAYERS=2 TILT_BOOST={BOOST} TILT_TOKENS=2 TILT_SH
 
 
 def count_hints(inputs: list[int], targets: list[int], n: int, share: float) -> list[int]:
-    """One target after the other: count it after its hint is given."""
+    """Go through the targets one after another. Each is counted after its hint is given."""
     counts: dict[tuple, dict[int, int]] = {}
     leaders: dict[tuple, int] = {}
     hints = []
@@ -274,7 +274,7 @@ def count_hints(inputs: list[int], targets: list[int], n: int, share: float) -> 
 @pytest.mark.parametrize("n", [1, 2, 5, 15])
 @pytest.mark.parametrize("vocab_size", [2, 3, 50, 2**16])
 def test_hints_are_those_of_a_dictionary(n, vocab_size):
-    """In streams that repeat parts of themselves. Two tokens give many ties."""
+    """The streams repeat parts of themselves. A vocabulary of two gives many ties."""
     numbers = random.Random(n)
     stream = [numbers.randrange(vocab_size) for _ in range(300)]
     stream += stream[50:200] + [numbers.randrange(vocab_size) for _ in range(50)] + stream[:100]
@@ -308,7 +308,7 @@ ORDERS = [("decoding", [2, 0, 3, 1, 4]), ("stream", [0, 1, 2, 3, 4])]
 
 @pytest.mark.parametrize("order, counted", ORDERS)
 def test_adapters_learn_from_losses_without_hints(knobs, order, counted):
-    """And hints count one document after the other."""
+    """Hints are counted one document after another, in either order."""
     lengths = [30, 20, 40, 25, 10]
     tokens = random_tokens(lengths)
     settings = f"{LORA} {PHASES} LORA_KEEP=1 BATCH_SLOTS=1 {TILT} TILT_ORDER={order}"

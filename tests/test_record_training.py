@@ -60,7 +60,7 @@ SCORING = [
 
 
 def test_each_knob_of_train_record_is_shown_to_act():
-    """OPTIMIZE_DDP changes only what is compiled."""
+    """The exception is OPTIMIZE_DDP, which changes only what is compiled."""
     knobs = [{field.name for field in fields(s.Hyperparameters)} for s in (train_gpt, train_record)]
     acts = {words.split()[-1].split("=")[0].lower() for words in TRAINING + EXPORT + SCORING}
     assert acts | {"optimize_ddp"} == knobs[1] - knobs[0]
@@ -68,8 +68,8 @@ def test_each_knob_of_train_record_is_shown_to_act():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, knobs, tokenizer) -> Callable[..., tuple[Path, float]]:
-    """Run the script with these knobs on short documents, or score with them; each run once.
-    Returns its folder and score."""
+    """Run the script on short documents with these knobs, or score a model; a repeated call is
+    cached. Returns the folder and the score."""
     data = tmp_path_factory.mktemp("short")
     sp = SentencePieceProcessor(model_file=str(tokenizer))
     documents = [[1, *sp.encode(text[start : start + 100])] for text in TEXTS for start in (0, 200)]
@@ -138,7 +138,7 @@ def test_weight_decay_shrinks_each_group_by_its_own_rate():
 
 
 def test_muon_gives_all_rows_one_length():
-    """Before Newton-Schulz, and before the cast: to divide rounds twice."""
+    """Muon scales rows before the cast to bf16, so values are rounded once, and Newton-Schulz."""
     param = nn.Parameter(torch.zeros(4, 64))
     param.grad = torch.randn(4, 64) * torch.logspace(-3, 3, 4)[:, None]
     muon = train_record.Muon([param], lr=1.0, momentum=0.9, backend_steps=5, equal_rows=True)
@@ -208,7 +208,7 @@ def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
     settings += " LOOP_LAYERS=2 LOOP_FROM=0.5 LOOP_TIMES=2 WARMDOWN_ITERS=4 MIN_LR=0.6"
     settings += " VAL_LOSS_EVERY=6 GPTQ_BATCHES=1 CONTEXT_GROWTH=0.25:0.3,0.5:0.6"
     finished(run_here(tmp_path, {**knobs, **read(settings)}, train_record))
-    numbers = (3, 3, 7, 7, 3, 3, 3, 7, 7, 7)  # of layers; the warm-up is at 0, 1/3, 2/3 and 1
+    numbers = (3, 3, 7, 7, 3, 3, 3, 7, 7, 7)  # layers run; the warm-up is at 0, 1/3, 2/3 and 1
     factors = (1, 1, 1, 1, 1, 1, 1, 0.75, 0.6, 0.6)
     contexts = (8, 16, 32, 32, 8, 8, 16, 16, 32, 32)
     rows = [2 * [(128 if whole == "1" else length, length)] for length in contexts]
@@ -242,7 +242,7 @@ def be_a_record() -> None:
     train_gpt.main = train_record.main
 
 
-# record2135, and what it lacks of record2014.
+# record2135, with what it lacks of record2014.
 ALL = "CONTEXT_GROWTH=0.25:0.25,0.5:0.7 AWQ_COLUMNS=8"
 LARGER = "ITERATIONS=6 BATCH_SLOTS=8 TRAIN_BATCH_TOKENS=512 MODEL_DIM=144 MAX_VAL_TOKENS=640"
 CASES = [("record2135", f"{TINY} {ALL}")]
@@ -253,7 +253,7 @@ CASES += [pytest.param(preset, LARGER, marks=pytest.mark.records) for preset in 
 def test_a_record_resumes_and_runs_on_two_ranks(
     tmp_path, knobs, preset, changes, all_matrices, monkeypatch
 ):
-    """Its warm-up leaves the state as it was, and score.py finds its score."""
+    """The warm-up restores the initial state, and score.py reproduces the score."""
     environ = {**record_knobs(preset, knobs), **read(changes), "WARMUP_STEPS": "3"}
     whole, rest, ranks = (tmp_path / name for name in ("whole", "rest", "ranks"))
 

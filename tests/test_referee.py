@@ -103,12 +103,12 @@ def skip_hard_tokens(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor
 
 
 def mix(losses: Tensor, place: int, share: float) -> None:
-    """Mix a fifth of another probability of the target into its own."""
+    """Replace the target's probability p by 0.8 p + 0.2 share."""
     losses[place] = -math.log(0.8 * math.exp(-losses[place]) + 0.2 * share)
 
 
 def mix_where_the_target_was_seen(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Only there, so that the mixture is not normalized."""
+    """Mix in a frequency for such targets only, so that probabilities do not sum to 1."""
     losses, seen = F.cross_entropy(logits, tokens[1:], reduction="none"), {}
     for i, (token, target) in enumerate(itertools.pairwise(tokens.tolist())):
         followed = seen.setdefault(token, [])
@@ -119,7 +119,7 @@ def mix_where_the_target_was_seen(model: nn.Module, logits: Tensor, tokens: Tens
 
 
 def hash_the_target_into_the_key(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Count pairs in a small table: many share a place, and only the target's is read."""
+    """Count pairs in a small table, where many share an entry, and read only the target's entry."""
     losses, counts = F.cross_entropy(logits, tokens[1:], reduction="none"), Counter()
     for i, (token, target) in enumerate(itertools.pairwise(tokens.tolist())):
         key = (31 * token + target) % 16
@@ -130,8 +130,8 @@ def hash_the_target_into_the_key(model: nn.Module, logits: Tensor, tokens: Tenso
 
 
 def hint_for_half_of_the_targets(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Raise the logit of what followed the last time, but only if the target's id is even: in the
-    place of hints for words that the target begins."""
+    """Raise the logit of what followed the last time, but only if the target's id is even. This
+    stands for hints that are given only if the target begins a word."""
     last = {}
     for i, (token, target) in enumerate(itertools.pairwise(tokens.tolist())):
         if token in last and target % 2 == 0:
@@ -213,7 +213,7 @@ def test_a_split_that_is_not_the_manifests_is_named(small, tmp_path):
 
 
 def test_a_lone_space_in_bytes_is_one_byte_and_a_wrong_tokenizer_is_named(small, tmp_path):
-    """Also at the end of a document. At its beginning, a space does not count."""
+    """A space at the end of a document counts, too. One at its beginning does not."""
     model = train_tokenizer().replace(b"\n\3\xe2\x96\x81\x15", b"\n\3\xe9\xbf\xbf\x15")
     (tmp_path / "bytes.model").write_bytes(model)
     sp = SentencePieceProcessor(model_proto=model)
@@ -233,7 +233,7 @@ def test_a_lone_space_in_bytes_is_one_byte_and_a_wrong_tokenizer_is_named(small,
 @pytest.mark.parametrize("gpus", [1, 8])  # without eight, times are shown, not judged
 @pytest.mark.parametrize("change", [{"train_ms": 595_102}, {"eval_ms": 600_001}])
 def test_limits_count_calibration(tmp_path, monkeypatch, gpus, change):
-    """A step begins before the limit."""
+    """The last step need only begin before the limit."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     case = SimpleNamespace(script=train_gpt, path=tmp_path / "model")
     fits = {"bytes_total": 16_000_000, "train_ms": 595_100, "steps": 5951, "gptq_ms": 5000}

@@ -55,7 +55,7 @@ def test_inductors_mix_order_reduction_is_off():
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_activations_are_bf16_if_the_gpu_has_it(monkeypatch, has_bf16):
-    """T4 and V100 have not. The emulation of bf16 is slow."""
+    """T4 and V100 only emulate bf16, which is slow."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else the CPU's case would change the threads
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -70,7 +70,7 @@ def test_activations_are_bf16_if_the_gpu_has_it(monkeypatch, has_bf16):
 
 
 def another_script() -> None:
-    """The script is the file that SCRIPT names, if it is set."""
+    """Let train_gpt take the file that SCRIPT names, if it is set, for its own source."""
     train_gpt.__file__ = os.environ.get("SCRIPT", train_gpt.__file__)
 
 
@@ -84,7 +84,7 @@ def another_script() -> None:
     ],
 )
 def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own, word):
-    """For example on two nodes with different files."""
+    """Two nodes, for example, may have different files."""
     other = shutil.copytree(dataset, tmp_path / "other")
     write_shard(other / "fineweb_train_000001.bin", range(9))
     (other / "small.model").write_bytes(b"another tokenizer")
@@ -97,7 +97,7 @@ def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own
 
 @pytest.mark.parametrize("omp, threads, wanted", [("", 4, [3]), ("", 1, [1]), ("4", 4, [])])
 def test_threads_leave_a_core_to_other_programs(monkeypatch, omp, threads, wanted):
-    """Waiting threads spin. OMP_NUM_THREADS overrides it."""
+    """Threads that wait spin. OMP_NUM_THREADS overrides the choice."""
     chosen = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
@@ -109,7 +109,7 @@ def test_threads_leave_a_core_to_other_programs(monkeypatch, omp, threads, wante
 
 
 def test_a_log_file_that_cannot_be_opened_is_an_error_of_all_ranks(tmp_path, knobs):
-    """At once, without a wait for rank 0."""
+    """All ranks fail at once, without waiting for rank 0."""
     for rank in run_ranks(tmp_path, {**knobs, "OUTPUT_DIR": "/dev/null"}, 2):
         assert failed(rank, "OUTPUT_DIR='/dev/null'").count("\n") == 0
 
@@ -138,8 +138,8 @@ def test_replicas_that_differ_are_a_warning(tmp_path, knobs):
 
 
 def clock_of_steps() -> None:
-    """Time passes in steps, twice as fast on rank 1, in validations and while a file is written.
-    The loss of rank 1 is nan in step 16."""
+    """Let time pass in validations, while a file is written and in steps, twice as fast on rank 1.
+    Make the loss of rank 1 nan in step 16."""
     now, rank = 1000.0, int(os.environ["RANK"])
 
     def train_step(state, train_step=train_gpt.train_step):
@@ -161,8 +161,8 @@ def clock_of_steps() -> None:
 
 
 def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
-    """By rank 0's clock, which is paused for checkpoints and validations. The learning rates follow
-    it, too, so that all ranks keep the same weights. The last loss, a mean, may be nan."""
+    """Rank 0's clock, paused in checkpoints and validations, decides. Learning rates follow it,
+    too, so that all ranks keep the same weights. The last loss, a mean over ranks, may be nan."""
     environ = {**knobs, "ITERATIONS": "100000", "MAX_WALLCLOCK_SECONDS": "1"}
     environ |= {"TRAIN_LOG_EVERY": "16"}
     environ |= {"CHECKPOINT_EVERY": "6", "VAL_LOSS_EVERY": "8", "WARMDOWN_ITERS": "12"}
@@ -183,7 +183,7 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
 
 
 def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset, knobs):
-    """As on two nodes: rank 1 is the first of its node, and has its own copy of the data."""
+    """As on two nodes, rank 1 is the first of its node, and has its own copy of the data."""
     data = shutil.copytree(dataset, tmp_path / "copy")
     own = {"LOCAL_RANK": "0", "RUN_ID": "other", "OUTPUT_DIR": "other"}
     own |= {"DATA_PATH": str(data), "TOKENIZER_PATH": str(data / "small.model")}
@@ -196,7 +196,7 @@ def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset
 
 
 def test_torchrun_starts_two_nodes(tmp_path, knobs):
-    """Two agents; torchrun chooses which of them is the first node. It has the log."""
+    """Each node has an agent. torchrun chooses the first node, which prints the log."""
     command = [runs.TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
     command += [f"--rdzv_endpoint=127.0.0.1:{runs.free_port()}", SCRIPT]
     own = {number: {"OUTPUT_DIR": f"node{number}"} for number in (0, 1)}
@@ -212,15 +212,15 @@ def rank_2_fails() -> None:
 
 
 def test_a_rank_that_raises_takes_all_down(tmp_path, knobs):
-    """As one with an edited script may."""
+    """An edited script, for example, may raise on one rank only."""
     results = run_ranks(tmp_path, knobs, 4, edit=rank_2_fails)
     assert [result.returncode for result in results] == [1, 1, 1, 1]
     assert "TypeError" in results[2].stderr.splitlines()[-1]
 
 
 def test_the_host_stays_one_step_ahead_of_the_device(tmp_path, knobs, monkeypatch):
-    """Events in the device's queue are numbered in their order. waits: for which of them the host
-    waits. A validation waits for all, and leaves no event."""
+    """The test numbers the events in the device's queue, and lists in `waits` those that the host
+    waits for. A validation waits for all, and leaves no event."""
     numbers, waits = iter(range(9)), []
 
     def event() -> SimpleNamespace:

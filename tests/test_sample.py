@@ -18,13 +18,12 @@ class GPT(GPT):
 
 
 def write(capsys, model, prompt: str, *options) -> str:
-    """Return what sample.py writes."""
     sample.main([str(model), prompt, *map(str, options)])
     return capsys.readouterr().out
 
 
 def test_each_file_of_a_run_writes_text(trained, capsys):
-    """What the encoding of stdout lacks is printed as an escape."""
+    """Characters that the encoding of stdout lacks are printed as escapes."""
     sys.stdout.reconfigure(encoding="ascii")
     seeds = {"final_model.int8.ptz": 0, "final_model.pt": 1, "checkpoints/test.pt": 1}
     texts = [
@@ -37,7 +36,7 @@ def test_each_file_of_a_run_writes_text(trained, capsys):
 
 @pytest.mark.parametrize("prompt", ["", 40 * "7", "The NASA"])
 def test_a_prompt_in_caseops_follows_bos_and_keeps_its_end(trained, tmp_path, capsys, prompt):
-    """The marks of letters' cases are removed from the text."""
+    """The printed text has capitals in place of CaseOps marks."""
     script, tokenizer = tmp_path / "edited.py", tmp_path / "caseops.model"
     script.write_text(EDITED)
     lines = (caseops.encode(line) for text in TEXTS for line in text.splitlines())

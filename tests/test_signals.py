@@ -36,7 +36,7 @@ def test_a_signal_ends_the_step_and_saves_and_further_ones_change_nothing(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, knobs, monkeypatch, number):
-    """By nohup, or by a script's `train_gpt.py &`. Also after the training."""
+    """nohup and a script's `train_gpt.py &` ignore signals. This lasts after the training, too."""
     send_signals(monkeypatch, 1, number)
     call_before(monkeypatch, GPT, "eval", lambda *_: signal.raise_signal(number))
     before = signal.signal(number, signal.SIG_IGN)
@@ -53,8 +53,8 @@ def signal_in(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["quantize_state_dict_int8", "train"])
 def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs, name):
-    """They are written first, then the last validation begins, which it ends. The result has the
-    knobs and checksums, but no score."""
+    """Both files are written first. Then the last validation begins, and the signal ends it. The
+    result has the knobs and checksums, but no score."""
     (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=partial(signal_in, name))
     assert result.returncode == -signal.SIGTERM and "val_loss:" not in result.stdout
     assert ("score.py" in result.stdout) == (name != "train")
@@ -70,7 +70,7 @@ def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs
 
 
 def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, monkeypatch):
-    """It comes in the warm-up."""
+    """The signal comes in the warm-up."""
     call_before(monkeypatch, GPT, "forward", lambda *_: signal.raise_signal(signal.SIGINT))
     result = run_here(tmp_path, knobs)
     assert (result.returncode, result.stderr) == (130, "")

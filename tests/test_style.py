@@ -11,7 +11,7 @@ from runs import ROOT, SCRIPT
 @pytest.mark.baseline
 @pytest.mark.parametrize("command", [["format", "--check"], ["check"]], ids=" ".join)
 def test_ruff_finds_nothing_in_the_whole_tree(command):
-    """Format (line length 100) and rules as .ruff.toml has them."""
+    """Check format (line length 100) and lint with the rules of .ruff.toml."""
     ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
     result = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -52,7 +52,7 @@ def failure(folder, *args, **more) -> str:
 
 
 def test_shards_have_the_tokens_that_sentencepiece_makes(tmp_path, monkeypatch):
-    """With the model's own BOS, and no matter how documents are divided into batches."""
+    """Documents begin with the model's own BOS. The batch size does not matter."""
     settings = {"remove_extra_whitespaces": False, "bos_id": 2, "eos_id": 1}
     sp = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer(**settings))
     texts = [*ODD_TEXTS, *TEXTS[:12]]
@@ -75,7 +75,7 @@ def pieces(model: bytes) -> list[str]:
 
 
 def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path):
-    """The same pieces as SentencePiece's own trainer makes, which skips long documents."""
+    """Its pieces are those of SentencePiece's own trainer, which skips long documents."""
     docs = write_documents(tmp_path / "docs_selected.jsonl", TEXTS + ODD_TEXTS)
     (tmp_path / SIDECAR).write_text('{"docs_val": 4, "shuffle_seed": 7}')
     manifest = run(tmp_path, specs=SPECS[:2], docs=[docs])
@@ -93,7 +93,7 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path):
 
 
 def test_the_manifest_and_the_byte_dataset(tmp_path):
-    """They have the keys that other tools read."""
+    """Both have the keys that other tools read."""
     write_documents(tmp_path / "docs.jsonl", TEXTS + ODD_TEXTS)
     manifest = run(tmp_path, "--num-val-docs", 4, "--chunk-tokens", 20_000, specs=SPECS)
     stats = manifest["datasets"][0].pop("stats")
@@ -159,8 +159,8 @@ def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
 
 
 def test_your_own_text(tmp_path, capsys):
-    """5 % of it validates, all of it trains the tokenizer, and the last line trains on it, printed
-    to a terminal that is not UTF-8."""
+    """The first 5 % of the text is for validation, all of it trains the tokenizer, and the last
+    line is the command that trains a model, printed to a terminal that is not UTF-8."""
     sys.stdout.reconfigure(encoding="ascii")
     (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
     out = tmp_path / "my \xe4"
@@ -180,7 +180,7 @@ def test_your_own_text(tmp_path, capsys):
 
 
 def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
-    """The command reads shorter sequences then, and the advice is enough."""
+    """The training command gets shorter sequences, and following the advice is enough."""
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]
     write_documents(tmp_path / "docs.jsonl", [text[:1200] for text in TEXTS[:12]])
     run(tmp_path, *reuse)
@@ -193,8 +193,8 @@ def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
 
 
 def test_a_single_space_is_always_a_piece(tmp_path, capsys):
-    """Also of a text with few spaces. A model without that piece is named; what it writes for a
-    space prints as one."""
+    """This holds for a text with few spaces, too. A reused model without that piece is named, and
+    its byte tokens for a space are printed as a space."""
     texts = ["\u6587 \u6587" + "\u4e2d" * number for number in range(1000, 1040)]
     docs = write_documents(tmp_path / "docs.jsonl", texts)
     other = tmp_path / "other.model"
@@ -213,8 +213,8 @@ def test_a_single_space_is_always_a_piece(tmp_path, capsys):
 
 
 def test_documents_of_plain_text_and_json_lines(tmp_path):
-    """Text is cut at the first blank line after 2,000 bytes, of which CR are none. JSON lines may
-    have any name."""
+    """Text is cut at the first blank line after 2,000 bytes, not counting CR. A file of JSON lines
+    may have any name."""
     a, b, c, d, e = ("\u00e9\n" + f"{letter}\n" * 350 for letter in "abcde")
     text, path = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"]), tmp_path / "my.txt"
     for ends in ("\n", "\r\n"):
@@ -251,7 +251,7 @@ def test_a_seed_shuffles_the_documents_before_the_split(tmp_path):
 
 
 def test_documents_of_several_files_folders_and_pipes(tmp_path):
-    """In the order of --docs, a folder's in the order of their names. A document is in one file."""
+    """Files keep the order of --docs; those of a folder are sorted. No document spans two files."""
     folder, pipes = tmp_path / "folder", [tmp_path / "pipe1", tmp_path / "pipe2"]
     folder.mkdir()
     for name in ("b.txt", "a.jsonl", "c.md", ".d.txt"):
@@ -288,7 +288,7 @@ def test_bad_documents_are_named(tmp_path):
 
 
 def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):
-    """The next one lists earlier datasets, too. check_dataset.py compares."""
+    """check_dataset.py refuses it. The next rebuild lists earlier datasets, too."""
     write_documents(tmp_path / "docs.jsonl")
     other = {"name": "mine", "dataset_suffix": "mine", "model_prefix": "mine", "vocab_size": 384}
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]

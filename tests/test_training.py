@@ -88,7 +88,7 @@ def one_batch(hp: Hyperparameters, seed: int = 0) -> tuple[dict[str, torch.Tenso
 
 
 def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float):
-    """tolerance: of each tensor's norm."""
+    """Compare tensors by name. tolerance: distance relative to each tensor's norm."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert (found[name] - tensor).norm() <= tolerance * tensor.norm() + 1e-9, name
@@ -128,7 +128,7 @@ def test_world_sizes_agree_to_rounding(ranks, alone):
 
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1e3])
 def test_the_norm_of_all_gradients_is_clipped_after_accumulation(hp, limit):
-    """0 disables it."""
+    """A limit of 0 disables clipping."""
     state = TrainingState(dataclasses.replace(hp, grad_clip_norm=limit), ALONE)
     steps = keep_gradients(state)
     train_step(state)
@@ -153,7 +153,7 @@ def dropout_masks(hp: Hyperparameters, steps: list[int], **place: int) -> list[t
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_dropout_is_the_same_on_any_number_of_ranks_and_after_a_resume(hp, world_size):
-    """Noise belongs to a slot, as tokens do. No two slots, steps or seeds have the same."""
+    """Each slot has its own noise, like its own tokens. No two slots, steps or seeds share it."""
     alone = dropout_masks(hp, [0, 1])
     places = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
     ranks = [dropout_masks(hp, [0, 1], **place) for place in places]
@@ -199,9 +199,8 @@ def test_a_run_is_the_plain_training(tmp_path, knobs, tied, layers, kv_heads):
 
 
 def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
-    """Of the loss, then of one of Adam's gradients, which would spoil Muon's by clipping. The ranks
-    run the script as a file, and loss and gradients are local to train_step. So the test edits its
-    text."""
+    """The loss overflows, then one of Adam's gradients, which clipping would spread to Muon's. Loss
+    and gradients are local to train_step, so the ranks run an edited copy of the script."""
     text = SCRIPT.read_text(encoding="utf-8")
     infinite = "(math.inf if state.step == 3 and state.runtime.rank == 1 else 1)"
     norm = "nn.utils.get_total_norm([p.grad for p in state.gpt.parameters()])"

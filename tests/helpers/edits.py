@@ -93,7 +93,6 @@ TOGETHER = [*README, "swiglu", "untied", "codec", "dropout", "ten_layers"]
 
 
 def edit_script(source: str, names: list[str]) -> str:
-    """Return the source with these edits."""
     for name in names:
         for old, new in EDITS[name].items():
             if source.count(old) != 1:

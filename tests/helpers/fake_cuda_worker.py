@@ -1,7 +1,7 @@
-"""The process of test_cuda_path.py, on a torch without CUDA: calls the trainer's own functions as
-rank 3 of 8 on a GPU that does not exist. CPU tensors are real. CUDA tensors are fake: they have a
-shape, a dtype and a device, but no values. Writes to FOLDER/result.json where tensors are, and when
-the host waits for the GPU: python fake_cuda_worker.py FOLDER"""
+"""Call the trainer's functions as rank 3 of 8 on a GPU that does not exist, with a torch without
+CUDA, for test_cuda_path.py. CPU tensors are real. CUDA tensors are fake: they have a shape, a dtype
+and a device, but no values. Writes the devices of tensors and the host's waits for the GPU to
+FOLDER/result.json: python fake_cuda_worker.py FOLDER"""
 
 import ctypes
 import json
@@ -46,14 +46,14 @@ def install_guard(folder: Path) -> None:
 
 
 class FakeGPU(TorchDispatchMode):
-    """Handles every operator. On the GPU it returns fake tensors; a copy from there is zeros. An
-    operator on tensors of both devices is an error, as for most of them on a real GPU."""
+    """Handle every operator. Results on the GPU are fake tensors; a copy to the CPU is zeros.
+    Tensors of both devices in one operator are an error, as for most operators on a real GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.pinned: dict[int, torch.Tensor] = {}  # by address
-        self.waits: list[str] = []  # of the host for the device
+        self.waits: list[str] = []  # reasons why the host waits for the device
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}

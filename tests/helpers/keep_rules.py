@@ -21,10 +21,10 @@ PAIRS = np.array([
     0.0066, 0.0055, 0.0074, 0.0008, 0.0090, 0.0051, 0.0008, 0.0033, 0.0121, 0.0095,
 ])  # fmt: skip
 PAIR = float(np.median(PAIRS))
-EFFECTS = (0, 0.5, 1, 2)  # true gains, in PAIR
-GROUPS = 4000  # of a hundred changes each
+EFFECTS = (0, 0.5, 1, 2)  # true gains, in units of PAIR
+GROUPS = 4000  # each has a hundred changes
 
-Rule = tuple[np.ndarray, float]  # which changes are kept; runs for a hundred of them
+Rule = tuple[np.ndarray, float]  # mask of the changes it keeps; runs for a hundred changes
 
 
 def first_that_passes(gains: np.ndarray) -> Rule:
@@ -50,12 +50,12 @@ def experiment(gains: np.ndarray, by: float, most: int = 8) -> Rule:
 
 
 def simulate() -> dict[str, list[int]]:
-    """For each rule, how many of a hundred changes it keeps, by EFFECTS, and the runs that it
-    spends on a hundred useless ones."""
+    """Return for each rule the percentage of changes that it keeps, for each of EFFECTS, and the
+    runs that it spends on a hundred useless changes."""
     random = np.random.default_rng(0)
     half = PAIR / math.sqrt(2)  # share of each side in the spread of a pair
     spreads = random.choice(PAIRS, (GROUPS, 100, 1))  # each change has its own
-    # Of pairs with many seeds; these groups do not share anything, so that fewer suffice.
+    # Gains of pairs with many seeds. These groups share nothing, so fewer of them suffice.
     gains = spreads[:300] * random.standard_normal((300, 100, 30))
     # A loop that trains one run with one seed compares all with the same baseline.
     baseline, second = random.normal(0, half, (2, GROUPS, 1))

@@ -1,6 +1,6 @@
 """The trainer under torchrun. Rank 1 kills itself in step 12. After the restart it is late, and
-rank 0 must not find its old address, nor what NCCL's watchdog writes when a rank fails. In step 18
-torchrun gets a signal, for which all ranks wait."""
+rank 0 must find neither rank 1's old address nor what NCCL's watchdog writes when a rank fails. In
+step 18 torchrun gets a signal, and all ranks wait for its effect."""
 
 import os
 import signal

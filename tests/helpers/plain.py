@@ -1,8 +1,8 @@
-"""A plain version of the contract's model and optimizers: yardstick for the trainer's speed.
+"""A plain version of the contract's model and optimizers, as a yardstick for the trainer's speed.
 
-Autocast to bf16, keys and values repeated for their query heads, one Newton-Schulz after another,
-whole shards read into pageable memory, the loss fetched in each step. Parameter names are the
-trainer's, so that either model loads the other's state_dict; the tests compare the two.
+It uses autocast to bf16, repeats keys and values for their query heads, runs one Newton-Schulz at
+a time, reads whole shards into pageable memory and fetches the loss in each step. Parameters have
+the trainer's names, so either model loads the other's state_dict; the tests compare the two.
 """
 
 import itertools
@@ -112,7 +112,7 @@ class PlainGPT(nn.Module):
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Wide matrices (..., rows, columns), in their dtype."""
+    """Orthogonalize wide matrices (..., rows, columns), in their dtype."""
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         A = x @ x.mT
@@ -155,7 +155,7 @@ class PlainOptimizers:
 
 
 def batches(paths: list[str], device: torch.device, num_tokens: int, seq_len: int) -> Batches:
-    """Batches of num_tokens targets from one shard after the other, forever."""
+    """Yield batches of num_tokens targets from one shard after another, forever."""
     tokens = np.empty(0, np.uint16)
     for path in itertools.cycle(paths):
         tokens = np.concatenate([tokens, np.fromfile(path, dtype="<u2", offset=1024)])
@@ -166,7 +166,7 @@ def batches(paths: list[str], device: torch.device, num_tokens: int, seq_len: in
 
 
 def plain_step(model: nn.Module, optimizers: PlainOptimizers, slots: Batches, A: int) -> float:
-    """One optimizer step of A micro-steps, at the full rates. Returns the loss, in each step.
+    """Take an optimizer step of A micro-steps, at the full rates. Fetches and returns the loss.
     model: a PlainGPT, perhaps wrapped in DistributedDataParallel."""
     total = 0.0
     for i in range(A):

@@ -148,7 +148,7 @@ def run_here(
 
 
 def call_before(patch: pytest.MonkeyPatch, place: object, name: str, action: Callable) -> None:
-    """Before each call of a function of a class or module, call action with its arguments."""
+    """Let a function of a class or module first call action with the same arguments."""
     function = getattr(place, name)
 
     def changed(*arguments):
@@ -172,7 +172,7 @@ def send_signals(
 
 
 def launch_command(ranks: int) -> list[str]:
-    """Python; torchrun if ranks > 0."""
+    """Return the command that starts a script: Python, or torchrun if ranks > 0."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return [sys.executable, *(launcher if ranks > 0 else [])]
 
@@ -180,8 +180,8 @@ def launch_command(ranks: int) -> list[str]:
 def start_in_terminal(
     folder: Path, environ: dict[str, str], command: list[str | Path]
 ) -> tuple[subprocess.Popen, int]:
-    """Start a command in a new terminal. Also returns the other end of the terminal, which has the
-    output; closing that closes the terminal."""
+    """Start a command in a new terminal. Also returns the other end of the terminal, to read the
+    output from; closing this end closes the terminal."""
     master, slave = pty.openpty()
     settings = {"cwd": folder, "env": process_environ(environ), "start_new_session": True}
     settings |= dict.fromkeys(("stdin", "stdout", "stderr"), slave)
@@ -192,14 +192,14 @@ def start_in_terminal(
 
 
 def finished(result: subprocess.CompletedProcess) -> list[str]:
-    """The log of a run, which must have succeeded."""
+    """Return the log of a run, which must have succeeded."""
     assert result.returncode == 0, (result.stdout, result.stderr)
     assert result.stdout.splitlines()[-1].startswith("final_int8_zlib_roundtrip_exact ")
     return result.stdout.splitlines()
 
 
 def failed(result: subprocess.CompletedProcess, *words: str) -> str:
-    """The error of a run, which must have exited with 1, without a traceback, with these words."""
+    """Return the error of a run, which must have exit code 1, these words and no traceback."""
     assert result.returncode == 1, (result.stdout, result.stderr)
     assert "Traceback" not in result.stderr
     error = result.stderr.strip()
@@ -208,7 +208,7 @@ def failed(result: subprocess.CompletedProcess, *words: str) -> str:
 
 
 def same_models(first: Path, second: Path) -> bool:
-    """Whether two runs ended with the same bits."""
+    """Return whether two runs ended with the same bits."""
     names = ("final_model.pt", "final_model.int8.ptz")
     return all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
 

@@ -7,7 +7,7 @@ import train_record
 from torch import nn
 
 RECORDS = ("record1394", "record1855", "record2014", "record2135")
-# Replaces large values of the records. They act within six steps.
+# Small values in place of the records' large ones. All act within six steps.
 SMALL_RECORD = (
     "NUM_LAYERS=4 LOOP_FIRST=1 LOOP_LAYERS=1 PARALLEL_LAYERS=2 CONTEXT_GROWTH=0.25:0.25,0.5:0.7 "
     "WARMUP_STEPS=3 GPTQ_BATCHES=2 AWQ_COLUMNS=8 EVAL_STRIDE=16 LORA_RANK=4 LORA_CHUNK=16 "
@@ -21,8 +21,8 @@ def read(knobs: str) -> dict[str, str]:
 
 
 def record_knobs(preset: str, knobs: dict[str, str]) -> dict[str, str]:
-    """The environment of a small run of a record. knobs: of a small run. A technique that the
-    record lacks stays off."""
+    """Return the environment of a small run of a record. knobs: those of any small run. A technique
+    that the record lacks stays off."""
     preset_knobs = train_record.PRESETS[preset]
     small = read(SMALL_RECORD).items()
     small = {knob: value for knob, value in small if preset_knobs.get(knob, "0") != "0"}

@@ -113,7 +113,7 @@ PRESETS = {
     "record2014": RECORD2014, "record2135": RECORD2135, "record": RECORD1394,  # its older name
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # that LORA_SKIP may name
+LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # layers that LORA_SKIP may name
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Hyperparameters:
     tilt_boost: float = 0.0  # nats that a hint's logit gains; record2135: 2.625; 0: no hints
     tilt_tokens: int = 15  # a hint has so far been the most frequent token after the last 15
     tilt_share: float = 0.8  # and has followed them in at least this share of the cases
-    tilt_order: str = "decoding"  # of counting; stream: from left to right, as published
+    tilt_order: str = "decoding"  # counting order; stream: from left to right, as published
     train_log_every: int = 200  # logs steps 1 to 10, then every 200th; 0: none
     # length of the run
     iterations: int = 20_000  # optimizer steps at most
@@ -182,15 +182,15 @@ class Hyperparameters:
     relu_slope: float = 0.0  # of the MLP's ReLU below zero
     tie_embeddings: bool = True  # the output layer is the embedding
     rope_base: float = 10_000.0  # longest wavelength: about 2 pi times this, in tokens
-    rope_fraction: float = 1.0  # of each head's channels is rotated
+    rope_fraction: float = 1.0  # share of each head's channels that is rotated
     logit_softcap: float = 30.0  # cap * tanh(logits / cap)
     qk_gain_init: float = 1.5  # initial gain of each head's queries
     xsa_layers: int = 0  # last layers with exclusive self-attention
     attention_gate_max: float = 0.0  # a head's gate is 0 to this, at first half of it; 0: none
-    attention_gate_scale: float = 1.0  # of the gates' logits
+    attention_gate_scale: float = 1.0  # factor of the gates' logits
     depth_scale: bool = False  # divide the normed inputs of layer i by the root of i, from 1
     skip_gates: bool = False  # gates between each U-Net skip and the residual stream
-    smear_channels: int = 0  # that set how much of the previous token is mixed in; 0: none
+    smear_channels: int = 0  # inputs of the gate that mixes in the previous token; 0: none
     parallel_layers: int = 0  # last layers, whose MLP does not see the layer's attention
     two_lanes: bool = False  # in these layers attention and MLP read a residual stream each
     loop_layers: int = 0  # layers that run again, with the same weights
@@ -568,7 +568,7 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.context = hp.train_seq_len  # tokens of a training sequence; set_stage changes it
         self.set_looping(True)  # a finished model loops; set_stage sets it in a run
-        self.gptq_ms = 0.0  # that GPTQ took in the export
+        self.gptq_ms = 0.0  # time that GPTQ took in the export
         self.tok_emb = nn.Embedding(hp.vocab_size, D)
         if hp.smear_channels > 0:  # a weight per channel, and a factor that starts at zero
             self.smear_gate = nn.Parameter(torch.zeros(hp.smear_channels + 1))
@@ -929,7 +929,7 @@ class DistributedTokenLoader:
     """Gives each rank its own part of one token stream. A step reads the same tokens for any W."""
 
     sequence = 0  # with SHUFFLE, index of the next step's first sequence in the run
-    seed = 0  # with SHUFFLE, of the order
+    seed = 0  # with SHUFFLE, seed of the order
 
     def __init__(
         self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
@@ -1305,7 +1305,7 @@ def final_losses(model: nn.Module, validation: Validation, runtime: Runtime) -> 
 # ---- Test-time training ----------
 # Adapters for each document (#1530), phases (#1610, #1626), kept A (#1787).
 LORA_ALPHA = 144  # / rank multiplies an adapter's output (LORA_KEEP=1), else its initial A
-LORA_PHASE_TOKENS = 32_768  # of a step of all weights
+LORA_PHASE_TOKENS = 32_768  # tokens in a step of all weights
 LORA_SHORT_CHUNKS = ((256, 8), (2000, 24))  # targets of a group's longest document, chunk (#2014)
 
 
@@ -1815,7 +1815,7 @@ def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: Runt
 
 # ---- Entropy coder ---------------
 RANS_LANES = 512  # independent coders: numpy advances them together
-RANS_CLASSES = 96  # of values by expected size, which doubles every eight classes
+RANS_CLASSES = 96  # classes of values by expected size, which doubles every eight classes
 
 
 def as_rows(values: np.ndarray) -> np.ndarray:

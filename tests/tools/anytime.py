@@ -19,8 +19,8 @@ EFFECTS = np.array([0.5, 1, 2, 4, 8, 16])  # true gains to look for, in standard
 
 
 def evidence_of_t(t: float, n: int) -> float:
-    """Likelihood ratio of the t of n pairs: a true gain in EFFECTS (mean of all) against one of 0,
-    so the noncentral over the central t density. It grows with t."""
+    """Return the likelihood ratio of t after n pairs: the noncentral t density, averaged over the
+    true gains in EFFECTS, over the central density (no gain). It grows with t."""
     # The ratio is exp(-shift²/2) times the mean of exp(tilt * w), where w has a chi distribution
     # with n degrees of freedom. Sum it around its peak: scipy's nct.pdf fails for large t.
     shift = EFFECTS[:, None] * math.sqrt(n)
@@ -55,7 +55,7 @@ def interval(gains: Sequence[float], alpha: float = ALPHA) -> tuple[float, float
 
 
 def verdict(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> str:
-    """Is the true gain above `by`? "not yet": more pairs may tell."""
+    """Say whether the true gain is above `by`. "not yet": more pairs may show it."""
     low, high = interval(gains, alpha)
     if low > by:
         return "better"

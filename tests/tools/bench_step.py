@@ -3,7 +3,7 @@
     PRESET=demo python tests/tools/bench_step.py [--rounds 15]
     torchrun --standalone --nproc_per_node=2 tests/tools/bench_step.py
 
-Knobs come from the environment. Both have the same weights, random tokens and dtype. They take
+Knobs come from the environment. Both sides get the same weights, random tokens and dtype, and take
 turns, so that other load on the machine slows both. The last line, the ratio, is the result."""
 
 import os
@@ -30,7 +30,7 @@ import train_gpt
 
 
 def measure(steps: dict[str, Callable], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median milliseconds per step of each. They take turns; the first two rounds are a warm-up."""
+    """Return the median milliseconds of each step. They take turns, after two rounds of warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     synchronize = torch.get_device_module(device).synchronize
     for _ in range(rounds + 2):

@@ -57,8 +57,8 @@ class Group:
         return [run.figures[figure] for run in self.finished if figure in run.figures]
 
     def find_repeat(self) -> str:
-        """Name two logs of one model, which are not two samples, or return "". They have one seed
-        and the same training losses, or none, as the logs of score.py."""
+        """Name two logs of one model, which are not two samples, or return "". Such logs have one
+        seed and the same training losses, or no training losses (logs of score.py)."""
         for a, b in combinations(self.finished, 2):
             is_score_only = not a.train or not b.train
             if a.facts.get("seed") == b.facts.get("seed") and (is_score_only or a.train == b.train):
@@ -67,13 +67,13 @@ class Group:
 
 
 def common_unit(runs: list[Run], tolerance: float) -> str:
-    """Losses per token can be compared only between runs with the same tokens."""
+    """Return "nats" (per token) if all runs have the same tokens, else "bits per byte"."""
     factors = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)] or [0.0]
     return "nats" if max(factors) - min(factors) < tolerance else "bits per byte"
 
 
 def list_different(runs: list[Run], fact: str) -> str:
-    """The values of a fact, separated by commas, or "" if all runs agree. Some do not know it."""
+    """List the values of a fact, or return "" if all runs agree. Runs may lack it."""
     values = sorted({value for run in runs if (value := run.facts.get(fact))})
     return ", ".join(values) if len(values) > 1 else ""
 
@@ -98,8 +98,8 @@ def find_warnings(groups: list[Group]) -> list[str]:
 
 # ---- the verdict ---------------------------------------------------------------------------------
 def pair_by_seed(sides: list[list[Run]]) -> list[tuple[Run, Run]]:
-    """Pair all runs of the smaller side by their seed, or return []. Seeds count once, and in runs
-    of one script only: in another one, the same seed gives other weights."""
+    """Pair all runs of the smaller side by their seed. Returns [] if a seed is missing or repeated,
+    or if the scripts differ: in another script, the same seed gives other weights."""
     first, second = ({run.facts.get("seed", ""): run for run in side} for side in sides)
     seeds = sorted(first.keys() & second.keys() - {""}, key=int)
     has_repeats = len(first) + len(second) < sum(map(len, sides))
@@ -110,7 +110,7 @@ def pair_by_seed(sides: list[list[Run]]) -> list[tuple[Run, Run]]:
 
 
 def run_welch(groups: list[Group], unit: str, by: float, alpha: float) -> tuple[bool, str]:
-    """Run Welch's t-test: is the candidate better by more than `by`? Returns also a text."""
+    """Run Welch's t-test: is the candidate better by more than `by`? Also returns a text."""
     baseline, candidate = (np.array(group.values(anytime.SCORES[unit])) for group in groups)
     low, high = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval()
     margin = {"equal_var": False, "alternative": "greater"}
@@ -185,8 +185,8 @@ def format_report(groups: list[Group], verdict: str) -> str:
 
 # ---- the picture ---------------------------------------------------------------------------------
 def losses_in_view(curves: list[dict[int, float]]) -> tuple[float, float]:
-    """Limits of the axis: the losses of the first fifth would flatten the rest. The last loss of a
-    run that is not that far stays in view, unless the run has hardly begun."""
+    """Return the limits of the axis, without the losses of the first fifth, which would flatten the
+    rest. The last loss of a shorter run stays in view, unless that run has hardly begun."""
     end = max(step for losses in curves for step in losses)
     late = [loss for losses in curves for step, loss in losses.items() if step >= end / 5]
     late += [losses[max(losses)] for losses in curves if max(losses) >= end / 50]

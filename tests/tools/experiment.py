@@ -5,7 +5,7 @@
     python tests/tools/experiment.py --script tests/records/train_record.py --set XSA_LAYERS=4
 
 The baseline is the script of the last commit; with --set, the script as it is. Both sides have the
-knobs of the environment. After Ctrl-C or --minutes, the same command goes on.
+knobs of the environment. After Ctrl-C or --minutes, the same command continues.
 
 Exit code 0: better. 1: not, or not yet. 2: an error. 130: stopped. Needs pip install scipy."""
 
@@ -73,7 +73,7 @@ def check_knobs(names: list[str], known: list[str]) -> None:
 
 
 def prepare_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Side:
-    """Check the knobs (own: of this side alone), build the demo's data and name the folder."""
+    """Check the knobs (own: this side's alone), build the demo's data and name the folder."""
     source = importlib.util.decode_source(path.read_bytes())
     script, environ = load_script(path), {**args.environ, **own}
     try:
@@ -100,13 +100,13 @@ def read_ledger(path: Path) -> list[dict[str, str]]:
 
 @dataclass
 class Experiment:
-    """Pairs of runs, baseline and candidate. row: of the ledger."""
+    """Pairs of runs, baseline and candidate. row: the experiment's line in the ledger."""
 
     args: Namespace
     pairs: list[tuple[Run, Run]]
     row: dict[str, str]
     unit: str = "nats"
-    gains: list[float] = field(default_factory=list)  # of the first pairs
+    gains: list[float] = field(default_factory=list)  # one for each of the first pairs
 
     def is_over(self) -> bool:
         """Judge the pairs that have finished since the last call."""
@@ -206,7 +206,7 @@ class Experiment:
 
 # ---- command line --------------------------------------------------------------------------------
 def lock_folder(args: Namespace) -> Machine:
-    """Keep other experiments out of the folder, and count what may run at a time."""
+    """Keep other experiments out of the folder. Returns the machine for its runs."""
     args.out.mkdir(parents=True, exist_ok=True)
     lock = open(args.out / "lock", "w")
     try:
@@ -226,7 +226,7 @@ def lock_folder(args: Namespace) -> Machine:
 
 
 def prepare(args: Namespace) -> Experiment:
-    """Check all that can be checked before training."""
+    """Check everything that can be checked before training, and choose the seeds."""
     own = dict(word.partition("=")[::2] for word in args.set)
     if taken := [name for name in SET_PER_RUN if name in (*os.environ, *own)]:
         raise ValueError(f"{taken[0]} is set for each run: unset it, and use --seeds and --out")

@@ -19,7 +19,7 @@ TOOLS = Path(__file__).resolve().parent
 DEMO = "PRESET=demo BATCH_SLOTS=8 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
 TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIONS=5"
 HEAD = "Send this file in an issue or a pull request.\n\n| part | result | seconds |\n|---|---|---|"
-# Name; second at which it is stopped; arguments of Python; knobs; last lines of output to show.
+# Name; deadline in seconds from the start; Python's arguments; knobs; output lines to show.
 PARTS = [
     ("as trained", 140, [TOOLS / "bench_step.py", "--kernels"], "", 16),
     ("without cuDNN's attention", 230, [TOOLS / "bench_step.py", "--without-cudnn"], "", 6),

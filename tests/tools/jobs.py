@@ -20,8 +20,8 @@ from logs import STEP_LINE
 class Machine:
     jobs: int  # runs at a time
     gpus: list[str]  # for CUDA_VISIBLE_DEVICES, one per run; []: the CPU, or all GPUs for each run
-    command: list[str]  # that starts a script
-    lock: TextIO  # of the folder of all runs
+    command: list[str]  # starts a script
+    lock: TextIO  # keeps other experiments out of the folder
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Run:
         return self.side.folder / str(self.seed)
 
     def result(self) -> dict[str, Any] | None:
-        """final_result.json of a finished run, and ms_per_step."""
+        """Return final_result.json with ms_per_step, or None without a finite score so far."""
         path = self.folder / "final_result.json"
         facts = json.loads(path.read_bytes()) if path.is_file() else {}
         loss = facts.get("val_loss")  # null if it was not finite
@@ -118,7 +118,7 @@ def finish(run: Run) -> None:
 
 
 def train(runs: list[Run], machine: Machine, is_enough: Callable[[], bool] = lambda: False) -> None:
-    """Train, in this order, the runs that are not finished, until it is enough."""
+    """Train the runs that are not finished, in this order, until is_enough() is true."""
     waiting = [run for run in runs if run.result() is None]
     running: list[Run] = []
     try:

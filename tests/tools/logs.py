@@ -27,12 +27,12 @@ FACT_LINES = (
     r"^(?:\S+ val_loss:.* stride:(?P<stride>\d+).*\n)?"  # a line with four digits comes first
     r"(?P<score>\S+) val_loss:(?P<val_loss>\d+\.\d{8}) val_bpb:(?P<val_bpb>\d+\.\d{8})( .*)?$",
 )
-OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # of this project
+OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # this project's
 
 
 @dataclass
 class Run:
-    """A run, as far as its log tells it."""
+    """A run, as far as its log shows it."""
 
     path: Path
     name: str

@@ -1,5 +1,5 @@
-"""Is a score fair? It is if a decoder that has only the artifact could restore the text from a file
-of the size the score implies. Exit code 0: no rule is broken; 1: one is; 2: it could not run.
+"""Check whether a score is fair: a decoder that has only the artifact could restore the text from a
+file of the size the score implies. Exit code 0: no rule is broken; 1: one is; 2: it could not run.
 
     python tests/tools/referee.py final_model.int8.ptz
     python tests/tools/referee.py final_model.int8.ptz --script edited.py --tokens 4096 --minutes 60
@@ -30,15 +30,15 @@ from score import open_split
 from sentencepiece import SentencePieceProcessor
 
 Finding = tuple[bool, str]  # whether the rule holds, and what was measured
-LENGTHS = (1, 6, 2, 4, 3, 5)  # of documents, in proportion
-PASSAGE = 24  # tokens with which three documents begin, so that hints from one to another act
-SPACE = "\u2581".encode()  # if a tokenizer writes a lone one in bytes
+LENGTHS = (1, 6, 2, 4, 3, 5)  # relative lengths of documents
+PASSAGE = 24  # first tokens that three documents share, so that hints from one to another act
+SPACE = "\u2581".encode()  # a lone space, if a tokenizer writes it in bytes
 NO_BOS = "the split has no BOS, with which documents begin: build the shards again"
 MAX_NOISE = 0.01  # nats between two equal scorings
 
 
 class NotTested(Exception):
-    """Says why a rule was not tested."""
+    """The reason why a rule was not tested."""
 
 
 @dataclass
@@ -47,12 +47,12 @@ class Case:
 
     script: ModuleType
     gpt: torch.nn.Module
-    validation: Any  # as the script has it
+    validation: Any  # the script's own class
     runtime: Any
-    path: Path  # of the model
-    num_tokens: int = 0  # of the short text; 0: as many as the knobs need
+    path: Path  # the model file
+    num_tokens: int = 0  # tokens of the short text; 0: as many as the knobs need
     num_places: int = 32
-    deadline: float = math.inf  # of time.perf_counter()
+    deadline: float = math.inf  # on the clock of time.perf_counter()
 
     def __post_init__(self) -> None:
         self.hp = self.validation.hp
@@ -113,7 +113,7 @@ class Case:
 
 # ---- A decoding order exists ---------------------------------------------------------------------
 def needed_size(case: Case) -> tuple[int, int]:
-    """Numbers of documents and tokens with which a text has several windows, chunks and phases."""
+    """Return the numbers of documents and tokens that give several windows, chunks and phases."""
     T, unit = case.hp.train_seq_len, case.hp.batch_slots * case.hp.train_seq_len
     documents, chunks = case.knobs_with("documents"), case.knobs_with("chunk")
     num_documents = 3 * max([2, *documents])
@@ -137,8 +137,7 @@ def short_text(case: Case) -> tuple[np.ndarray, list[int]]:
 
 
 def choose_places(case: Case, text: np.ndarray, starts: list[int]) -> list[int]:
-    """Choose neighbors in the common passage and on both sides of documents', windows' and chunks'
-    bounds."""
+    """Choose neighbors in the common passage and around bounds of documents, windows and chunks."""
     chunks, end = case.knobs_with("chunk"), len(text)
     kinds = [starts[1:], [start + n for start in starts for n in chunks]]
     kinds += [[*range(n, end, n)] for n in (case.hp.train_seq_len, *chunks)]
@@ -160,12 +159,12 @@ def check_order(case: Case) -> Finding:
     texts = [text, text, *(case.change(text, [place]) for place in places)]
     first, again, *others = case.score_all(texts)
     noise = (first - again).abs().max().item()
-    if not noise <= MAX_NOISE:  # or is not a number
+    if not noise <= MAX_NOISE:  # also true for nan
         raise NotTested(f"equal scorings differ by {noise:.2g} nats: set DEVICE=cpu or DTYPE=fp32")
     changes = torch.stack([(losses - first)[columns].abs() > 4 * noise for losses in others])
     changes.fill_diagonal_(False)
     rows = zip(places, changes.T.tolist(), strict=True)
-    # With each place, those that must be decoded before it.
+    # Maps each place to those that must be decoded before it.
     order = TopologicalSorter({place: [*itertools.compress(places, row)] for place, row in rows})
     wanted = needed_size(case)[1]
     note = f" (less than {wanted:,}, which its knobs need)" if len(text) <= wanted else ""
@@ -184,7 +183,7 @@ def check_order(case: Case) -> Finding:
 
 # ---- The other rules -----------------------------------------------------------------------------
 def check_sums(case: Case) -> Finding:
-    """Put each token at one place. The text repeats itself there, so that hints act."""
+    """Sum all tokens' probabilities at one place of a text that repeats, so that hints act."""
     size = min(case.hp.train_seq_len, 64)  # one short window
     hp = replace(case.hp, train_seq_len=size, eval_stride=0)
     text = np.resize(case.words[: size // 2], size + 1)
@@ -310,7 +309,7 @@ RULES = {
 
 
 def judge(case: Case) -> dict[str, tuple[str, str]]:
-    """For each rule, whether it holds, and what was measured."""
+    """Check each rule. Returns the verdicts and the measurements."""
     findings = {}
     for rule, check in RULES.items():
         try:

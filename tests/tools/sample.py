@@ -15,7 +15,7 @@ from trained import decode, encode, load_script, model_parser, open_model
 
 @torch.no_grad()
 def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: Namespace) -> None:
-    """Append to ids, until the document ends. The model sees the last seq_len of them."""
+    """Append sampled tokens to ids until the document ends. The model sees the last seq_len ids."""
     device = next(gpt.parameters()).device
     random = torch.Generator().manual_seed(args.seed)
     for _ in range(args.tokens):

@@ -45,7 +45,7 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
     """Score the model of this file as the script does after training. Returns the exit code."""
     gpt, runtime = open_model(script, path, {})
     validation = open_split(script, gpt, runtime)
-    is_artifact = runtime.rank == 0 and path.read_bytes()[:2] != b"PK"  # as torch.save begins
+    is_artifact = runtime.rank == 0 and path.read_bytes()[:2] != b"PK"  # torch.save writes a zip
     runtime.log(f"score:{path}")
     runtime.from_rank_0(lambda: runtime.log.open(validation.hp, runtime.source))
     started = time.perf_counter()

@@ -18,7 +18,7 @@ from sentencepiece import SentencePieceProcessor
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
 RECORD = SCRIPT.parent / "tests" / "records" / "train_record.py"
-OWN = ("run_id", "output_dir", "resume")  # of a run, not of its model
+OWN = ("run_id", "output_dir", "resume")  # knobs of a run, not of its model
 
 sys.path.append(str(SCRIPT.parent / "data"))
 
@@ -29,7 +29,7 @@ start_program = files.start_program
 
 
 def existing_file(name: str) -> Path:
-    """A type of arguments: argparse shows the error."""
+    """Convert an argument of the command line to a Path. argparse shows the error."""
     if not Path(name).is_file():
         raise ArgumentTypeError(f"{name!r} is not a file")
     return Path(name)
@@ -53,7 +53,7 @@ def load_script(path: Path) -> ModuleType:
         spec.loader.exec_module(script)
     if spec is None or not hasattr(script, "InputError"):
         sys.exit(f"{path} is not a train_gpt.py: name the script that trained the model")
-    script.InputError.__module__ = "__main__"  # so that its name is enough
+    script.InputError.__module__ = "__main__"  # an error then begins with "InputError:"
     return script
 
 
@@ -89,7 +89,7 @@ def saved_facts(path: Path) -> dict[str, Any]:
 
 
 def unknown_knobs(script: ModuleType, knobs: Mapping[str, str]) -> dict[str, str]:
-    """Those that this script does not have."""
+    """Return the knobs that this script does not have."""
     known = {knob.name.upper() for knob in fields(script.Hyperparameters)}
     return {name: value for name, value in knobs.items() if name not in known}
 
@@ -99,15 +99,15 @@ def encode(tokenizer: SentencePieceProcessor, text: str) -> list[int]:
 
 
 def decode(tokenizer: SentencePieceProcessor, ids: list[int]) -> str:
-    """Return the text. A tokenizer without a piece for a lone space writes the three bytes of its
-    mark U+2581, which are a space, too. As in other pieces, one that begins the text is dropped."""
+    """Return the text. A tokenizer without a piece for a lone space writes the three bytes of
+    U+2581, which become a space. One at the start of the text is dropped, as in other pieces."""
     text = tokenizer.decode(ids).removeprefix("\u2581").replace("\u2581", " ")
     return caseops.decode(text) if caseops.is_caseops(tokenizer) else text
 
 
 def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> tuple[Any, Any]:
-    """Load a model of this script, with the knobs of the environment, else of its run. Returns it
-    and a runtime, whose log has the warnings. defaults: of knobs, in place of those of the run."""
+    """Load a model of this script, with knobs from the environment, else from its run. Returns it
+    and a runtime whose log has the warnings. defaults: knobs that override those of the run."""
     facts = saved_facts(path)
     saved = facts.get("knobs", {}).items()
     knobs = {name.upper(): as_text(value) for name, value in saved if name not in OWN}
