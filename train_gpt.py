@@ -183,10 +183,11 @@ def parse_knob(name: str, kind: type, text: str) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
         value = {"0": False, "1": True}[text] if kind is bool else kind(text)
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):
         value = None
     if value is None or (kind is float and not math.isfinite(value)):
-        wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number"}[kind]
+        kinds = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
+        wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
         raise InputError(f"{name.upper()}={text!r} must be {wanted}")
     return value
 

@@ -101,11 +101,10 @@ RECORD2014 = RECORD1855 | dict(  # pull request 2014
     LORA_PHASES="1", LORA_PHASE_DOCUMENTS="2500",
 )  # fmt: skip
 RECORD2135 = RECORD1855 | dict(  # pull request 2135
-    QK_GAIN_INIT="5.25", GPTQ_BATCHES="32",
+    QK_GAIN_INIT="5.25", GPTQ_BATCHES="32", LORA_PHASES="1", LORA_PHASE_DOCUMENTS="2500",
     MAX_WALLCLOCK_SECONDS="588",  # published: half a second is reserved for GPTQ
     MATRIX_LR="0.031",  # published 0.028, for Polar Express
     LORA_CONTEXT="2560", LORA_SKIP="c_k", LORA_LR="8e-05", LORA_WEIGHT_DECAY="2",
-    LORA_PHASES="1", LORA_PHASE_DOCUMENTS="2500",
     TILT_BOOST="2.625", TILT_TOKENS="15", TILT_SHARE="0.8",
 )  # fmt: skip
 PRESETS = {
@@ -336,10 +335,11 @@ def parse_knob(name: str, kind: type, text: str) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
         value = {"0": False, "1": True}[text] if kind is bool else kind(text)
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):
         value = None
     if value is None or (kind is float and not math.isfinite(value)):
-        wanted = {bool: "0 or 1", int: "a whole number", float: "a finite number"}[kind]
+        kinds = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
+        wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
         raise InputError(f"{name.upper()}={text!r} must be {wanted}")
     return value
 

@@ -74,7 +74,7 @@ def describe(gains: Sequence[float], unit: str, by: float = 0.0, alpha: float = 
 
 def describe_evidence(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> str:
     found = evidence(gains, by)
-    return f"better by more than {by:g}? evidence {found:.3g}, {1 / alpha:g} shows it"
+    return f"better by more than {by:g}? evidence {found:.3g}; {1 / alpha:g} or more shows it"
 
 
 def claims_that_stand(evidences: Sequence[float], rate: float = 0.1) -> list[bool]:

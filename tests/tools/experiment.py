@@ -83,7 +83,7 @@ def prepare_side(name: str, path: Path, own: dict[str, str], args: Namespace) ->
         raise ValueError(f"{name}: {error}") from None
     knobs = {knob: value for knob, value in asdict(hp).items() if knob not in (*OWN, "seed")}
     # Variables that an edit reads by itself are knobs, too.
-    read = {key: environ[key] for key in sorted(environ) if f'"{key}"' in source}
+    read = {k: environ[k] for k in sorted(environ) if f'"{k}"' in source and k.isupper()}
     check_knobs([*own], [*map(str.upper, knobs), *read])
     files = [*sorted(Path(hp.data_path).glob("*.bin")), Path(hp.tokenizer_path)]
     sizes = [(file.name, file.stat().st_size) for file in files if file.is_file()]
@@ -238,7 +238,7 @@ def prepare(args: Namespace) -> Experiment:
     baseline = prepare_side("baseline", args.out / "baseline.py", {}, args)
     candidate = prepare_side("candidate", args.out / "candidate.py", own, args)
     if baseline.folder == candidate.folder:
-        raise ValueError(f"nothing to compare: edit {args.script}, or use --set")
+        raise ValueError(f"nothing to compare: edit {args.script}, or --set another value")
     knobs = [name for name in map(str.upper, asdict(baseline.hp)) if name in args.environ]
     commit = git(args.script, "rev-parse", "--short", "HEAD").decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit}
