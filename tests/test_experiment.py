@@ -174,7 +174,7 @@ def test_a_second_start_in_the_same_folder_is_refused(tmp_path, run):
         (["--set", "MATRX_LR=0.1"], "did you mean MATRIX_LR?"),
         (["--set", "XSA_LAYERS=2"], "it is a knob of tests/records/train_record.py: add --script"),
         (["--set", "SEED=5"], "use --seeds"),
-        (["--script", str(ROOT / "README.md")], "name a train_gpt.py without errors"),
+        (["--base", str(ROOT / "README.md")], "name a train_gpt.py without errors"),
         (["--base", str(ROOT / "data/caseops.py")], "is not a train_gpt.py"),
         (["--base", str(SCRIPT)], "nothing to compare"),
     ],
