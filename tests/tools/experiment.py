@@ -57,7 +57,7 @@ def write_scripts(args: Namespace) -> str:
     texts = [importlib.util.decode_source(source).splitlines() for source in sources]
     diff = difflib.unified_diff(*texts, n=0)
     lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s#]", line)]
-    more = f" (and {len(lines) - 1} more lines)" if len(lines) > 1 else ""
+    more = f" (lines changed: {len(lines)})" if len(lines) > 1 else ""
     return " ".join(args.set) or min(lines, default="") + more  # "+" is before "-"
 
 
@@ -190,7 +190,7 @@ class Experiment:
         if is_capped and self.args.machine.jobs > 1 and not self.args.machine.gpus:
             show("WARNING: the time limit ended runs that shared the CPU: use --jobs 1\n")
         changes: dict[tuple[str, str], list[dict[str, str]]] = {}
-        for row in read_ledger(self.args.ledger):  # with other seeds, a change has a row more
+        for row in read_ledger(self.args.ledger):  # a change has a row for each first seed
             changes.setdefault((row["baseline"], row["candidate"]), []).append(row)
         better = [any(row["verdict"] == "better" for row in rows) for rows in changes.values()]
         # Evidence of independent seeds multiplies.
@@ -268,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--seeds", type=int, nargs="+", metavar="N", help="train exactly these pairs")
     add("--until-sure", type=int, default=8, metavar="N", help="at most N pairs (default: 8)")
     add("--by", type=float, default=0.005, help="gain that counts (default: 0.005)")
-    add("--jobs", type=int, metavar="N", help="runs at a time (default: GPUs, or cores less one)")
+    add("--jobs", type=int, metavar="N", help="runs at a time (default: one per GPU, or cores - 1)")
     add("--out", type=Path, default=Path("out/experiments"), metavar="FOLDER")
     add("--minutes", type=float, default=math.inf, metavar="N", help="stop training after that")
     args = parser.parse_args(arguments)
