@@ -118,9 +118,9 @@ def read_documents(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 before = document[: error.start].decode(errors="replace")[-40:]
                 place = f"{path}: {unit} {number}, after {before!r} is not UTF-8"
-                quoted, latin = shlex.quote(str(path)), "for Latin-1, use -f latin1"
-                iconv = f"iconv -c -f utf-8 -t utf-8 {quoted} > fixed.txt"
-                raise ValueError(f"{place}: {iconv} removes such bytes; {latin}") from None
+                iconv = f"iconv -c -f utf-8 -t utf-8 {shlex.quote(str(path))} > fixed.txt"
+                advice = f"{iconv} removes such bytes; for Latin-1, use -f latin1"
+                raise ValueError(f"{place}: {advice}") from None
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise ValueError(f'{path}: line {number} must be {{"text": "..."}}') from None
 

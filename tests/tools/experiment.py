@@ -195,7 +195,7 @@ class Experiment:
         better = [any(row["verdict"] == "better" for row in rows) for rows in changes.values()]
         # Evidence of independent seeds multiplies.
         evidence = [math.prod(float(row["evidence"]) for row in rows) for rows in changes.values()]
-        stand = sum(map(min, better, anytime.claims_that_stand(evidence)))
+        stand = sum(map(all, zip(better, anytime.claims_that_stand(evidence), strict=True)))
         counts = f"changes tried: {len(changes)}, better: {sum(better)}, stand together: {stand}"
         show(f"{self.args.ledger}: {counts}\n")
         last = ("unit", "pairs", "gain", "low", "high", "evidence", "verdict")
@@ -243,12 +243,14 @@ def prepare(args: Namespace) -> Experiment:
     commit = git(args.script, "rev-parse", "--short", "HEAD").decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit}
     row |= {"change": change, "knobs": " ".join(f"{name}={args.environ[name]}" for name in knobs)}
-    row["baseline"], row["candidate"] = sides = (baseline.folder.name, candidate.folder.name)
+    sides = {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
+    row |= sides
     # A baseline that was chosen for its losses with some seeds looks too good with them.
     rows = read_ledger(args.ledger)
-    used = [int(r["first_seed"]) + int(r["pairs"]) for r in rows if r["candidate"] == sides[0]]
-    begun = [int(r["first_seed"]) for r in rows if (r["baseline"], r["candidate"]) == sides]
-    first = min(begun, default=max(used, default=1))
+    used = [old for old in rows if old["candidate"] == row["baseline"]]
+    first = max((int(old["first_seed"]) + int(old["pairs"]) for old in used), default=1)
+    begun = [int(old["first_seed"]) for old in rows if old.items() >= sides.items()]
+    first = min(begun, default=first)
     seeds = list(dict.fromkeys(args.seeds or range(first, first + max(args.until_sure, 1))))
     row["first_seed"] = str(seeds[0])
     show(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}\n")

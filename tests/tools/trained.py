@@ -24,8 +24,7 @@ sys.path.append(str(SCRIPT.parent / "data"))
 
 import caseops  # noqa: E402
 import files  # noqa: E402
-
-start_program = files.start_program
+from files import start_program  # noqa: E402
 
 
 def existing_file(name: str) -> Path:
