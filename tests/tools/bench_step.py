@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 from files import start_program, write_shard
+import plain
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
 import train_gpt
@@ -91,8 +92,11 @@ def main() -> None:
             report(f"memory   {mebibytes:9} MiB at the trainer's peak")
         plain_gpt = plain_model = PlainGPT.like(state.gpt, hp).to(runtime.device)
         optimizers = PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
+        if runtime.compiled:
+            plain_model = torch.compile(plain_gpt, dynamic=False)
+            plain.newton_schulz = torch.compile(plain.newton_schulz, dynamic=False)
         if dist.is_initialized():
-            plain_model = DistributedDataParallel(plain_gpt)
+            plain_model = DistributedDataParallel(plain_model)
         slot = hp.train_batch_tokens // hp.batch_slots
         slots = batches(state.loader.stream.paths, runtime.device, slot, hp.train_seq_len)
         A = hp.batch_slots // runtime.world_size
