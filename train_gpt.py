@@ -50,19 +50,11 @@ class InputError(ValueError):
     """A user error. The message says how to fix it."""
 
 
-# ---- Hyperparameters -------------
+# ---- Hyperparameters ------------
 CONTROL_TENSOR_NAME_PATTERNS = (  # the plurals are the baseline's
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
     "skip_weight", "skip_weights",
 )  # fmt: skip
-DEMO = dict(
-    DATA_PATH="./data/datasets/demo_sp1024", TOKENIZER_PATH="./data/tokenizers/demo_1024_bpe.model",
-    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="600", ITERATIONS="200",
-    WARMUP_STEPS="3", WARMDOWN_FRAC="0.8", MUON_MOMENTUM_WARMUP_STEPS="100", TRAIN_LOG_EVERY="20",
-    VAL_BATCH_SIZE="32768", NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", NUM_KV_HEADS="1",
-)  # fmt: skip
-PRESETS = {"": {}, "demo": DEMO}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -178,25 +170,16 @@ class Hyperparameters:
                     raise InputError(f"{name.upper()}={value!r} must be {rule}")
 
 
-def parse_knob(name: str, kind: type, text: str) -> Any:
-    if kind == tuple[str, ...]:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    try:
-        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
-    except (KeyError, TypeError, ValueError):
-        value = None
-    if value is None or (kind is float and not math.isfinite(value)):
-        kinds = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
-        wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
-        raise InputError(f"{name.upper()}={text!r} must be {wanted}")
-    return value
+DEMO = dict(
+    DATA_PATH="./data/datasets/demo_sp1024", TOKENIZER_PATH="./data/tokenizers/demo_1024_bpe.model",
+    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="600", ITERATIONS="200",
+    WARMUP_STEPS="3", WARMDOWN_FRAC="0.8", MUON_MOMENTUM_WARMUP_STEPS="100", TRAIN_LOG_EVERY="20",
+    VAL_BATCH_SIZE="32768", NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", NUM_KV_HEADS="1",
+)  # fmt: skip
+PRESETS = {"": {}, "demo": DEMO}
 
 
-def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(pattern in name for pattern in patterns)
-
-
-# ---- Model -----------------------
+# ---- Model ----------------------
 # dtypes: activations, the embedding and Muon's updates are bf16 on a GPU that has it, else fp32.
 # Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32. With
 # DTYPE=fp16 only activations are fp16: Muon and GradScaler need a wider range of exponents.
@@ -224,14 +207,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (x[j], x[j + h/2]) of x (B, T, heads, h) by cos, sin (T, 1, h/2): clockwise."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-
-
-def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
-    """The attention kernels that PyTorch may use, best first."""
-    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
-    cudnn = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
-    return [*cudnn, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -373,23 +348,7 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
 
-def wrap(gpt: GPT, compiled: bool) -> nn.Module:
-    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
-    model: nn.Module = gpt
-    if compiled:
-        model = torch.compile(gpt, dynamic=False, fullgraph=True)
-    if dist.is_initialized():
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
-    return model
-
-
-# ---- Optimizers ------------------
-# Optimizer group of each parameter outside the blocks, by name prefix.
-OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not restored
-
-
+# ---- Optimizers -----------------
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Bring the singular values of each wide matrix in stack (n, rows, columns) close to 1."""
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -463,6 +422,14 @@ class Muon(torch.optim.Optimizer):
         return results
 
 
+def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(pattern in name for pattern in patterns)
+
+
+# Optimizer group of each parameter outside the blocks, by name prefix.
+OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
+
+
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
     """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
@@ -500,7 +467,7 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     return [adam, muon]
 
 
-# ---- Schedules -------------------
+# ---- Schedules ------------------
 def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
     """Fraction of the run that is done, in steps or in training time, whichever is larger."""
     cap_ms = 1000 * hp.max_wallclock_seconds
@@ -536,13 +503,8 @@ def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentu
                 group["momentum"] = momentum
 
 
-# ---- Data ------------------------
+# ---- Data -----------------------
 SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1, tokens, zeros
-WAYS_TO_DATA = """\
-  get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
-  or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
-  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata
-  for a record:    see tests/records/README.md"""
 
 
 def load_data_shard(path: str | Path) -> Tensor:
@@ -585,6 +547,12 @@ class TokenStream:
         return torch.cat(parts)
 
 
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
 class DistributedTokenLoader:
     """Gives each rank its own part of one token stream. A step reads the same tokens for any W."""
 
@@ -606,7 +574,437 @@ class DistributedTokenLoader:
         return tokens[:-1].view(-1, seq_len), tokens[1:].view(-1, seq_len)
 
 
-# ---- Runtime ---------------------
+# ---- Training -------------------
+class TrainingState:
+    """All that a step reads or changes. An average of the weights, for example, belongs here."""
+
+    def __init__(self, hp: Hyperparameters, runtime: "Runtime") -> None:
+        random.seed(hp.seed)
+        np.random.seed(hp.seed)
+        torch.manual_seed(hp.seed)  # CPU and CUDA
+        self.hp = hp
+        self.runtime = runtime
+        place = (runtime.rank, runtime.world_size, runtime.device)
+        self.loader = DistributedTokenLoader(hp.files("train"), *place, hp.vocab_size)
+        self.gpt = GPT(hp, runtime.dtype).to(runtime.device)
+        self.optimizers = build_optimizers(self.gpt, runtime.compiled)
+        self.model = wrap(self.gpt, runtime.compiled)
+        is_fp16 = runtime.dtype == torch.float16  # small gradients need a scale, else they are 0
+        self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
+        self.stopwatch = Stopwatch(runtime.device)
+        self.step = 0
+        self.train_loss = 0.0  # of the last logged step, the mean of all ranks
+        self.signum = 0  # of the first signal that this rank got; 0: none
+
+    def state_dict(self, device: str = "cpu") -> dict[str, Any]:
+        """Copy everything that a resumed run needs and that warm_up restores."""
+        state = {
+            "step": self.step,
+            "train_ms": self.stopwatch.elapsed_ms(),
+            "knobs": asdict(self.hp),
+            "stream": (self.loader.stream.shard, self.loader.stream.position),
+            "shards": [len(shard) for shard in self.loader.stream.shards],
+            "model": self.gpt.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+        }
+        return copy_tensors(state, device)
+
+    def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
+        load_model(self.gpt, saved["model"], name)
+        same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
+        for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
+            load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
+        if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
+            self.scaler.load_state_dict(saved["scaler"])
+        stream = self.loader.stream
+        stream.shard, stream.position = saved["stream"]
+        if stream.shard >= len(stream.shards):
+            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
+        self.step = saved["step"]
+        self.stopwatch.reset(saved["train_ms"])
+
+    def request_stop(self, signum: int, frame: Any) -> None:
+        """Signal handler: stop after the current step. Further signals change nothing."""
+        self.signum = self.signum or signum
+
+
+def train_step(state: TrainingState) -> Tensor:
+    """Take one optimizer step. Returns the mean loss of this rank's tokens."""
+    hp = state.hp
+    grad_accum_steps = hp.batch_slots // state.runtime.world_size
+    total_loss = torch.zeros((), device=state.runtime.device)
+    state.gpt.zero_grad()
+    for micro_step in range(grad_accum_steps):
+        # Each slot has its own seed, so that any number of ranks draws the same dropout.
+        slot = micro_step * state.runtime.world_size + state.runtime.rank
+        torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
+        if dist.is_initialized():
+            # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
+            # only: one exchange a step. It reads this flag in its forward pass.
+            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+        batch = state.loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, grad_accum_steps)
+        loss = state.model(*batch) * (1 / grad_accum_steps)
+        state.scaler.scale(loss).backward()
+        total_loss += loss.detach()
+    if hp.grad_clip_norm > 0:
+        max_norm = hp.grad_clip_norm * state.scaler.get_scale()  # gradients are still scaled
+        nn.utils.clip_grad_norm_(state.gpt.parameters(), max_norm)
+    for optimizer in state.optimizers:
+        state.scaler.step(optimizer)  # skipped if gradients are not finite, on all ranks alike
+    state.scaler.update()  # lowers the scale after a skipped step, else sometimes raises it
+    return total_loss
+
+
+def train(state: TrainingState, validation: "Validation") -> int:
+    """Train up to a limit or a signal. Returns the signal's number; 0: none."""
+    hp, gather = state.hp, state.runtime.gather
+    set_signal_action(state.request_stop)
+    while True:  # all exits are at the top, where all ranks agree
+        clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
+        elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
+        if state.step >= hp.iterations or 0 < 1000 * hp.max_wallclock_seconds <= elapsed_ms:
+            state.stopwatch.pause()
+            return 0  # a finished run is exported, whatever its loss
+        if not math.isfinite(state.train_loss):
+            advice = "check the model and DTYPE" if state.step == 1 else "set lower learning rates"
+            raise InputError(f"train_loss is {state.train_loss}: {advice}")
+        if signum > 0:
+            return signum
+        if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
+            validate(state, validation)
+        state.stopwatch.start()
+        factor = lr_factor(hp, state.step, elapsed_ms)
+        set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
+        rank_loss = train_step(state)
+        state.stopwatch.lap()
+        state.step += 1
+        log_step(state, rank_loss)
+        if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
+            save_checkpoint(state)
+
+
+def warm_up(state: TrainingState) -> None:
+    """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
+    wanted = state.hp.warmup_steps
+    start = state.state_dict()
+    set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
+    # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
+    num_steps = max(wanted, int(dist.is_initialized()))
+    for step in range(1, num_steps + 1):
+        state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
+        train_step(state)
+        for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
+            if param.requires_grad and param.grad is None:
+                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
+        if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
+            state.runtime.log(f"warmup_step:{step}/{wanted}")
+    state.load_state_dict(start)
+
+
+def log_step(state: TrainingState, rank_loss: Tensor) -> None:
+    """Log a step that is due. Show the step and the time left on a terminal."""
+    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
+    name = f"step:{state.step}/{hp.iterations}"
+    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
+        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
+    elapsed_ms = stopwatch.elapsed_ms()
+    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
+    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
+    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
+
+
+# ---- Evaluation -----------------
+class Validation:
+    """The validation split, cut to whole sequences plus one target."""
+
+    def __init__(self, hp: Hyperparameters) -> None:
+        self.hp = hp
+        T = hp.train_seq_len
+        knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
+        try:
+            tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
+        except (OSError, RuntimeError) as error:
+            raise InputError(f"{knob}: {error}\n{WAYS_TO_DATA}") from None
+        size = tokenizer.vocab_size()
+        if size != hp.vocab_size:
+            advice = f"set TOKENIZER_PATH to the shards' tokenizer, or VOCAB_SIZE={size}"
+            raise InputError(f"{knob} has {size} pieces, not VOCAB_SIZE={hp.vocab_size}: {advice}")
+        stream = TokenStream(hp.files("val"), hp.vocab_size)
+        tokens = stream.take(sum(len(shard) for shard in stream.shards))
+        whole = (len(tokens) - 1) // T  # sequences
+        if whole == 0:
+            problem = f"{len(tokens)} validation tokens are too few for TRAIN_SEQ_LEN={T}"
+            raise InputError(f"{problem}: lower it (PRESET=demo has 128), or use a longer text")
+        kept = min(max(hp.max_val_tokens // T, 1), whole) if hp.max_val_tokens > 0 else whole
+        self.tokens = tokens[: kept * T + 1]  # uint16
+        self.num_bytes = count_bytes(tokenizer, self.tokens.numpy())
+        self.is_tokenizer_right = retokenizes(tokenizer, tokens.numpy())
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Convert a mean loss in nats per token."""
+        return loss / math.log(2) * (len(self.tokens) - 1) / self.num_bytes
+
+    def format(self, loss: float, digits: int = 4) -> str:
+        return f"val_loss:{loss:.{digits}f} val_bpb:{self.bits_per_byte(loss):.{digits}f}"
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, tokens: Tensor, stride: int, hp: Hyperparameters, runtime: "Runtime"
+) -> Tensor:
+    """Losses of tokens[1:] in nats, fp32 (n,), in windows that begin `stride` apart. Targets of
+    other ranks stay 0. FineWeb's 62 million take 248 MB on each rank."""
+    T = hp.train_seq_len
+    num_targets = len(tokens) - 1
+    starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
+    first_new = torch.cat((starts[:1], starts[:-1] + T))  # targets before it are already scored
+    my_first = len(starts) * runtime.rank // runtime.world_size
+    my_end = len(starts) * (runtime.rank + 1) // runtime.world_size
+    batch_size = max(min(hp.val_batch_size // hp.batch_slots // T, my_end - my_first), 1)
+    losses = torch.zeros(num_targets + 1, device=runtime.device)  # the last place is a spare
+    model.eval()
+    for i in range(my_first, my_end, batch_size):
+        runtime.log.status(f"validation: window {i - my_first} of {my_end - my_first}")
+        # The last batch is padded with its last window: a new shape would recompile the model.
+        window_ids = torch.arange(i, i + batch_size).clamp(max=my_end - 1)
+        windows = torch.stack([tokens[start : start + T + 1] for start in starts[window_ids]])
+        windows = upload(windows, runtime.device).long()  # (B, T + 1)
+        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        places = starts[window_ids, None] + torch.arange(T)  # (B, T)
+        places = torch.where(places < first_new[window_ids, None], num_targets, places)
+        losses[upload(places, runtime.device)] = model(inputs, targets, "none")
+    model.train()
+    return losses[:-1]
+
+
+def mean_loss(losses: Tensor, runtime: "Runtime") -> float:
+    """Mean over all targets, on every rank. losses: as evaluate returns them."""
+    return sum(runtime.gather(losses.sum(dtype=torch.float64).item())) / len(losses)
+
+
+def validate(state: TrainingState, validation: Validation) -> float:
+    """Pause the clock, log the validation loss and return it."""
+    hp = state.hp
+    state.stopwatch.pause()
+    losses = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
+    loss = mean_loss(losses, state.runtime)
+    score, times = validation.format(loss), state.stopwatch.report(state.step)
+    state.runtime.log(f"step:{state.step}/{hp.iterations} {score} {times}")
+    return loss
+
+
+def final_losses(model: nn.Module, validation: Validation, runtime: "Runtime") -> Tensor:
+    """Losses of the final score, as evaluate returns them. Test-time training belongs here."""
+    hp = validation.hp
+    stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
+    return evaluate(model, validation.tokens, stride, hp, runtime)
+
+
+def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
+    """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
+    ids = [*range(tokenizer.vocab_size())]
+    others = (tokenizer.IsControl(ids), tokenizer.IsUnknown(ids), tokenizer.IsUnused(ids))
+    has_text = ~np.any(others, axis=0)
+    # Without CaseOps's marks of Capital and CAPITALS. "\u2581" is SentencePiece's mark of a space.
+    pieces = [piece.translate({1: None, 2: None}) for piece in tokenizer.IdToPiece(ids)]
+    leading_space = np.array([piece.startswith("\u2581") for piece in pieces]) & has_text
+    lengths = [len(p.removeprefix("\u2581").replace("\u2581", " ").encode()) for p in pieces]
+    num_bytes = np.where(tokenizer.IsByte(ids), 1, lengths) * has_text
+    before, targets = tokens[:-1], tokens[1:]
+    total = num_bytes[targets].sum() + (leading_space[targets] & has_text[before]).sum()
+    first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
+    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # a space is these bytes
+        is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
+        total -= (3 - has_text[before[:-2]][is_space]).sum()
+    return int(total)
+
+
+# ---- Export ---------------------
+SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
+INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
+INT8_CLIP_QUANTILE = 0.9999984
+INT8_LEVELS = 127  # on each side of zero; 31 is int6, but the floor limits what rows use
+INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 13 levels a side
+
+
+def quantize_rows(rows: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """int8 values of fp32 rows, clamped to a high quantile of |w|, and scales (n, 1)."""
+    if rows.size(1) <= 2**24:  # the limit of torch.quantile
+        clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
+        rows = rows.clamp(-clip, clip)
+    scale = (rows.abs().amax(dim=1, keepdim=True) / INT8_LEVELS).clamp_min(floor)
+    scale = torch.where(scale == 0, 1.0, scale)
+    return (rows / scale).round().clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8), scale
+
+
+def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
+    if weight.ndim == 2:
+        values, scale = quantize_rows(weight.float(), INT8_SCALE_FLOOR)
+        return values, scale[:, 0].half()
+    values, scale = quantize_rows(weight.float().reshape(1, -1), 0.0)
+    return values.view(weight.shape), scale[0, 0]
+
+
+def quantize_state_dict_int8(
+    state_dict: Mapping[str, Tensor], hp: Hyperparameters = Hyperparameters()
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Returns the artifact and statistics. People who import this function may leave out hp."""
+    keep_patterns = hp.int8_keep_float_fp32_name_patterns
+    parts = ("quantized", "scales", "dtypes", "passthrough")
+    obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
+    for name, tensor in state_dict.items():
+        tensor = tensor.detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(tensor)
+            obj["dtypes"][name] = dtype
+            if tensor.ndim == 2:
+                obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
+        elif tensor.is_floating_point() and is_control_tensor(name, keep_patterns):
+            obj["passthrough"][name] = tensor.float()
+        elif tensor.dtype in (torch.float32, torch.bfloat16):
+            obj["passthrough"][name] = tensor.half()
+            obj.setdefault("passthrough_orig_dtypes", {})[name] = dtype
+        else:
+            obj["passthrough"][name] = tensor
+    stored = ("quantized", "scales", "passthrough")
+    return obj, {
+        "param_count": sum(tensor.numel() for tensor in state_dict.values()),
+        "num_tensors": len(state_dict),
+        "num_float_tensors": len(obj["quantized"]),  # the baseline's name
+        "num_nonfloat_tensors": sum(not t.is_floating_point() for t in state_dict.values()),
+        "baseline_tensor_bytes": sum(tensor.nbytes for tensor in state_dict.values()),
+        "int8_payload_bytes": sum(t.nbytes for part in stored for t in obj[part].values()),
+    }
+
+
+def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Undo quantize_state_dict_int8: a state_dict in its original dtypes."""
+    tensors = {name: tensor.clone() for name, tensor in obj["passthrough"].items()}
+    for name, values in obj["quantized"].items():
+        scale = obj["scales"][name].float()  # one, or one per row
+        tensors[name] = values.float() * scale.view(-1, *[1] * (values.ndim - 1))
+    for name, dtype in (obj["dtypes"] | obj.get("passthrough_orig_dtypes", {})).items():
+        tensors[name] = tensors[name].to(getattr(torch, dtype))
+    return tensors
+
+
+def compress(data: bytes) -> bytes:
+    return zlib.compress(data, 9)
+
+
+def decompress(data: bytes) -> bytes:
+    return zlib.decompress(data)
+
+
+def export(gpt: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> tuple[bytes, str]:
+    """Quantize and compress the weights. Returns the artifact, and the log's lines about sizes."""
+    state_dict = gpt.state_dict()
+    obj, stats = quantize_state_dict_int8(state_dict, hp)
+    raw = serialize(obj)
+    artifact = compress(raw)
+    plain = len(serialize(state_dict))
+    code = len(runtime.source)
+    payload = stats["int8_payload_bytes"]
+    total = len(artifact) + code
+    return artifact, (
+        f"Serialized model: {plain} bytes\n"
+        f"Code size: {code} bytes\n"
+        f"Total submission size: {plain + code} bytes\n"
+        f"Serialized model int8+zlib: {len(artifact)} bytes (payload:{payload} "
+        f"raw_torch:{len(raw)} payload_ratio:{stats['baseline_tensor_bytes'] / payload:.2f}x)\n"
+        f"Total submission size int8+zlib: {total} bytes\n"
+        f"size_check:{'fits' if total <= SIZE_LIMIT else 'too_large'} limit:{SIZE_LIMIT} "
+        f"bytes_left:{SIZE_LIMIT - total}"
+    )
+
+
+# ---- The run --------------------
+def finish(state: TrainingState, validation: Validation) -> int:
+    """Write the model, then validate it and score its artifact. Returns the exit code."""
+    hp, runtime = state.hp, state.runtime
+    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
+        save_checkpoint(state)
+    artifact, report, checksums, files = runtime.from_rank_0(lambda: write_model(state))
+    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
+    if state.signum:
+        runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
+        signal.raise_signal(state.signum)
+    pre_quant_loss = validate(state, validation)
+    train_ms = state.stopwatch.elapsed_ms()
+    if state.step < hp.iterations:
+        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
+        runtime.log(f"stopping_early: wallclock_cap {end}")
+    if runtime.world_size > 1:
+        own = zipfile.crc32(serialize(state.gpt.state_dict()))
+        same = all(runtime.gather(own == checksums[WEIGHTS]))
+        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
+    if runtime.device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
+    runtime.log(report)
+    load_weights(state.gpt, artifact, "the exported artifact")
+    started = time.perf_counter()
+    loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
+    eval_ms = 1000 * (time.perf_counter() - started)
+    facts = {
+        "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
+        "pre_quant_val_loss": pre_quant_loss,
+        "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
+        "steps": state.step, "train_ms": train_ms,
+        "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
+        "crc32": checksums,
+    }  # fmt: skip
+    files[RESULT] = runtime.from_rank_0(lambda: write_result(state, facts))
+    written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
+    runtime.log(f"files: {shlex.join(written)}")
+    log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
+    return int(not all(files.values()) or not math.isfinite(loss))
+
+
+def run() -> int:
+    hp = Hyperparameters.from_env(os.environ)
+    runtime = open_runtime(hp)
+    prepare_demo(hp, runtime)
+    compare_ranks(hp, runtime)
+    state = TrainingState(hp, runtime)
+    validation = Validation(hp)
+    log_settings(state.gpt, validation, runtime)
+    load_checkpoint(state)
+    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
+    warm_up(state)
+    runtime.from_rank_0(lambda: move_older_files(hp, runtime.log))
+    signum = train(state, validation)
+    if signum > 0:
+        return stop(state, signum)
+    return finish(state, validation)
+
+
+# You can skip the rest at first: it reads knobs, starts processes, keeps files safe.
+
+
+# ---- Knobs ----------------------
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def parse_knob(name: str, kind: type, text: str) -> Any:
+    if kind == tuple[str, ...]:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    try:
+        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+    except (KeyError, TypeError, ValueError):
+        value = None
+    if value is None or (kind is float and not math.isfinite(value)):
+        kinds = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
+        wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
+        raise InputError(f"{name.upper()}={text!r} must be {wanted}")
+    return value
+
+
+# ---- Runtime --------------------
 @dataclass
 class Log:
     """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
@@ -686,10 +1084,12 @@ class Runtime:
         return shared[0]
 
 
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)
+def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
+    """The attention kernels that PyTorch may use, best first."""
+    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
+    cudnn = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
+    return [*cudnn, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
@@ -749,6 +1149,17 @@ def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
             raise InputError(f"ranks 0 and {rank} differ in {', '.join(differ)}: make these equal")
 
 
+def wrap(gpt: GPT, compiled: bool) -> nn.Module:
+    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
+    model: nn.Module = gpt
+    if compiled:
+        model = torch.compile(gpt, dynamic=False, fullgraph=True)
+    if dist.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
+    return model
+
+
 class Stopwatch:
     """Wall-clock training time, without pauses."""
 
@@ -787,124 +1198,14 @@ class Stopwatch:
         return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
 
 
-# ---- Evaluation ------------------
-# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
-# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
-def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
-    """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
-    ids = [*range(tokenizer.vocab_size())]
-    others = (tokenizer.IsControl(ids), tokenizer.IsUnknown(ids), tokenizer.IsUnused(ids))
-    has_text = ~np.any(others, axis=0)
-    # Without CaseOps's marks of Capital and CAPITALS. "\u2581" is SentencePiece's mark of a space.
-    pieces = [piece.translate({1: None, 2: None}) for piece in tokenizer.IdToPiece(ids)]
-    leading_space = np.array([piece.startswith("\u2581") for piece in pieces]) & has_text
-    lengths = [len(p.removeprefix("\u2581").replace("\u2581", " ").encode()) for p in pieces]
-    num_bytes = np.where(tokenizer.IsByte(ids), 1, lengths) * has_text
-    before, targets = tokens[:-1], tokens[1:]
-    total = num_bytes[targets].sum() + (leading_space[targets] & has_text[before]).sum()
-    first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
-    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # a space is these bytes
-        is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
-        total -= (3 - has_text[before[:-2]][is_space]).sum()
-    return int(total)
+def set_signal_action(action: Any) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
+            signal.signal(signum, action)
 
 
-def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
-    """Check that nine tenths of the first 100 documents survive decoding and re-encoding."""
-    tokens = tokens[tokens != tokenizer.eos_id()]  # other tools end documents with it
-    starts = np.flatnonzero(tokens == tokenizer.bos_id())[:101]
-    documents = [document[1:2001].tolist() for document in np.split(tokens, starts)[1:101]]
-    same = []
-    for i, ids in enumerate(documents):
-        if tokenizer.unk_id() not in ids:  # <unk> lost its text
-            is_cut = len(ids) == 2000 or i == len(starts) - 1
-            kept = len(ids) // 2 if is_cut else len(ids)  # a cut may change the tokens before it
-            same.append(tokenizer.encode(tokenizer.decode(ids))[:kept] == ids[:kept])
-    return len(starts) > 0 and 10 * sum(same) >= 9 * len(same)
-
-
-class Validation:
-    """The validation split, cut to whole sequences plus one target."""
-
-    def __init__(self, hp: Hyperparameters) -> None:
-        self.hp = hp
-        T = hp.train_seq_len
-        knob = f"TOKENIZER_PATH={hp.tokenizer_path!r}"
-        try:
-            tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
-        except (OSError, RuntimeError) as error:
-            raise InputError(f"{knob}: {error}\n{WAYS_TO_DATA}") from None
-        size = tokenizer.vocab_size()
-        if size != hp.vocab_size:
-            advice = f"set TOKENIZER_PATH to the shards' tokenizer, or VOCAB_SIZE={size}"
-            raise InputError(f"{knob} has {size} pieces, not VOCAB_SIZE={hp.vocab_size}: {advice}")
-        stream = TokenStream(hp.files("val"), hp.vocab_size)
-        tokens = stream.take(sum(len(shard) for shard in stream.shards))
-        whole = (len(tokens) - 1) // T  # sequences
-        if whole == 0:
-            problem = f"{len(tokens)} validation tokens are too few for TRAIN_SEQ_LEN={T}"
-            raise InputError(f"{problem}: lower it (PRESET=demo has 128), or use a longer text")
-        kept = min(max(hp.max_val_tokens // T, 1), whole) if hp.max_val_tokens > 0 else whole
-        self.tokens = tokens[: kept * T + 1]  # uint16
-        self.num_bytes = count_bytes(tokenizer, self.tokens.numpy())
-        self.is_tokenizer_right = retokenizes(tokenizer, tokens.numpy())
-
-    def bits_per_byte(self, loss: float) -> float:
-        """Convert a mean loss in nats per token."""
-        return loss / math.log(2) * (len(self.tokens) - 1) / self.num_bytes
-
-    def format(self, loss: float, digits: int = 4) -> str:
-        return f"val_loss:{loss:.{digits}f} val_bpb:{self.bits_per_byte(loss):.{digits}f}"
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, tokens: Tensor, stride: int, hp: Hyperparameters, runtime: Runtime
-) -> Tensor:
-    """Losses of tokens[1:] in nats, fp32 (n,), in windows that begin `stride` apart. Targets of
-    other ranks stay 0. FineWeb's 62 million take 248 MB on each rank."""
-    T = hp.train_seq_len
-    num_targets = len(tokens) - 1
-    starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
-    first_new = torch.cat((starts[:1], starts[:-1] + T))  # targets before it are already scored
-    my_first = len(starts) * runtime.rank // runtime.world_size
-    my_end = len(starts) * (runtime.rank + 1) // runtime.world_size
-    batch_size = max(min(hp.val_batch_size // hp.batch_slots // T, my_end - my_first), 1)
-    losses = torch.zeros(num_targets + 1, device=runtime.device)  # the last place is a spare
-    model.eval()
-    for i in range(my_first, my_end, batch_size):
-        runtime.log.status(f"validation: window {i - my_first} of {my_end - my_first}")
-        # The last batch is padded with its last window: a new shape would recompile the model.
-        window_ids = torch.arange(i, i + batch_size).clamp(max=my_end - 1)
-        windows = torch.stack([tokens[start : start + T + 1] for start in starts[window_ids]])
-        windows = upload(windows, runtime.device).long()  # (B, T + 1)
-        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        places = starts[window_ids, None] + torch.arange(T)  # (B, T)
-        places = torch.where(places < first_new[window_ids, None], num_targets, places)
-        losses[upload(places, runtime.device)] = model(inputs, targets, "none")
-    model.train()
-    return losses[:-1]
-
-
-def mean_loss(losses: Tensor, runtime: Runtime) -> float:
-    """Mean over all targets, on every rank. losses: as evaluate returns them."""
-    return sum(runtime.gather(losses.sum(dtype=torch.float64).item())) / len(losses)
-
-
-def final_losses(model: nn.Module, validation: Validation, runtime: Runtime) -> Tensor:
-    """Losses of the final score, as evaluate returns them. Test-time training belongs here."""
-    hp = validation.hp
-    stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
-    return evaluate(model, validation.tokens, stride, hp, runtime)
-
-
-# ---- Files -----------------------
-def compress(data: bytes) -> bytes:
-    return zlib.compress(data, 9)
-
-
-def decompress(data: bytes) -> bytes:
-    return zlib.decompress(data)
+# ---- Files ----------------------
+WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
 
 
 def copy_tensors(value: Any, device: torch.device | str) -> Any:
@@ -968,101 +1269,53 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
         return False
 
 
-# ---- Export ----------------------
-SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
-WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
-INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
-INT8_CLIP_QUANTILE = 0.9999984
-INT8_LEVELS = 127  # on each side of zero; 31 is int6, but the floor limits what rows use
-INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 13 levels a side
+def move_older_files(hp: Hyperparameters, log: Log) -> None:
+    """Move an older run's files, if any, to previous/, as a set: first of all its score."""
+    paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
+    has_model = any(path.is_file() for path in paths[1:])  # else only a score; its model moved
+    try:
+        for path in paths:
+            kept = path.parent / "previous" / path.name
+            if path.is_file():
+                os.renames(path, kept)
+            elif has_model:
+                kept.unlink(missing_ok=True)
+    except OSError as error:
+        log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
 
 
-def quantize_rows(rows: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """int8 values of fp32 rows, clamped to a high quantile of |w|, and scales (n, 1)."""
-    if rows.size(1) <= 2**24:  # the limit of torch.quantile
-        clip = rows.abs().quantile(INT8_CLIP_QUANTILE, dim=1, keepdim=True)
-        rows = rows.clamp(-clip, clip)
-    scale = (rows.abs().amax(dim=1, keepdim=True) / INT8_LEVELS).clamp_min(floor)
-    scale = torch.where(scale == 0, 1.0, scale)
-    return (rows / scale).round().clamp(-INT8_LEVELS, INT8_LEVELS).to(torch.int8), scale
+def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
+    """Write facts and knobs. A number that is not finite is null: NaN is not JSON."""
+    facts |= {
+        "model_params": sum(param.numel() for param in state.gpt.parameters()),
+        "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
+        "torch": torch.__version__, "device": str(state.runtime.device),
+        "world_size": state.runtime.world_size, "knobs": asdict(state.hp),
+        "run_seconds": time.perf_counter() - state.runtime.started,
+    }  # fmt: skip
+    data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
+    return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
 
 
-def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
-    if weight.ndim == 2:
-        values, scale = quantize_rows(weight.float(), INT8_SCALE_FLOOR)
-        return values, scale[:, 0].half()
-    values, scale = quantize_rows(weight.float().reshape(1, -1), 0.0)
-    return values.view(weight.shape), scale[0, 0]
+def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
+    """Write weights and artifact. Returns artifact, report, checksums, files it wrote."""
+    hp, log = state.hp, state.runtime.log
+    move_older_files(hp, log)  # of another run, at the same time
+    weights = serialize(state.gpt.state_dict())
+    checksums = {WEIGHTS: zipfile.crc32(weights)}
+    write_result(state, {"crc32": checksums})
+    files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
+    artifact, report = export(state.gpt, hp, state.runtime)
+    checksums[ARTIFACT] = zipfile.crc32(artifact)
+    write_result(state, {"crc32": checksums})
+    files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
+    return artifact, report, checksums, files
 
 
-def quantize_state_dict_int8(
-    state_dict: Mapping[str, Tensor], hp: Hyperparameters = Hyperparameters()
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns the artifact and statistics. People who import this function may leave out hp."""
-    keep_patterns = hp.int8_keep_float_fp32_name_patterns
-    parts = ("quantized", "scales", "dtypes", "passthrough")
-    obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
-    for name, tensor in state_dict.items():
-        tensor = tensor.detach().cpu().contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            obj["quantized"][name], obj["scales"][name] = quantize_tensor(tensor)
-            obj["dtypes"][name] = dtype
-            if tensor.ndim == 2:
-                obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
-        elif tensor.is_floating_point() and is_control_tensor(name, keep_patterns):
-            obj["passthrough"][name] = tensor.float()
-        elif tensor.dtype in (torch.float32, torch.bfloat16):
-            obj["passthrough"][name] = tensor.half()
-            obj.setdefault("passthrough_orig_dtypes", {})[name] = dtype
-        else:
-            obj["passthrough"][name] = tensor
-    stored = ("quantized", "scales", "passthrough")
-    return obj, {
-        "param_count": sum(tensor.numel() for tensor in state_dict.values()),
-        "num_tensors": len(state_dict),
-        "num_float_tensors": len(obj["quantized"]),  # the baseline's name
-        "num_nonfloat_tensors": sum(not t.is_floating_point() for t in state_dict.values()),
-        "baseline_tensor_bytes": sum(tensor.nbytes for tensor in state_dict.values()),
-        "int8_payload_bytes": sum(t.nbytes for part in stored for t in obj[part].values()),
-    }
+# ---- Checkpoints ----------------
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not restored
 
 
-def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Undo quantize_state_dict_int8: a state_dict in its original dtypes."""
-    tensors = {name: tensor.clone() for name, tensor in obj["passthrough"].items()}
-    for name, values in obj["quantized"].items():
-        scale = obj["scales"][name].float()  # one, or one per row
-        tensors[name] = values.float() * scale.view(-1, *[1] * (values.ndim - 1))
-    for name, dtype in (obj["dtypes"] | obj.get("passthrough_orig_dtypes", {})).items():
-        tensors[name] = tensors[name].to(getattr(torch, dtype))
-    return tensors
-
-
-def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes, str]:
-    """Quantize and compress the weights. Returns the artifact, and the log's lines about sizes."""
-    state_dict = gpt.state_dict()
-    obj, stats = quantize_state_dict_int8(state_dict, hp)
-    raw = serialize(obj)
-    artifact = compress(raw)
-    plain = len(serialize(state_dict))
-    code = len(runtime.source)
-    payload = stats["int8_payload_bytes"]
-    total = len(artifact) + code
-    return artifact, (
-        f"Serialized model: {plain} bytes\n"
-        f"Code size: {code} bytes\n"
-        f"Total submission size: {plain + code} bytes\n"
-        f"Serialized model int8+zlib: {len(artifact)} bytes (payload:{payload} "
-        f"raw_torch:{len(raw)} payload_ratio:{stats['baseline_tensor_bytes'] / payload:.2f}x)\n"
-        f"Total submission size int8+zlib: {total} bytes\n"
-        f"size_check:{'fits' if total <= SIZE_LIMIT else 'too_large'} limit:{SIZE_LIMIT} "
-        f"bytes_left:{SIZE_LIMIT - total}"
-    )
-
-
-# ---- State -----------------------
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
     """Restore a saved state_dict, except OPTIMIZER_KNOBS. keep_dtypes: undo torch's cast."""
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
@@ -1073,60 +1326,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bo
         for i, values in saved["state"].items():
             state = optimizer.state[params[i]]
             state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
-
-
-class TrainingState:
-    """All that a step reads or changes. An average of the weights, for example, belongs here."""
-
-    def __init__(self, hp: Hyperparameters, runtime: Runtime) -> None:
-        random.seed(hp.seed)
-        np.random.seed(hp.seed)
-        torch.manual_seed(hp.seed)  # CPU and CUDA
-        self.hp = hp
-        self.runtime = runtime
-        place = (runtime.rank, runtime.world_size, runtime.device)
-        self.loader = DistributedTokenLoader(hp.files("train"), *place, hp.vocab_size)
-        self.gpt = GPT(hp, runtime.dtype).to(runtime.device)
-        self.optimizers = build_optimizers(self.gpt, runtime.compiled)
-        self.model = wrap(self.gpt, runtime.compiled)
-        is_fp16 = runtime.dtype == torch.float16  # small gradients need a scale, else they are 0
-        self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
-        self.stopwatch = Stopwatch(runtime.device)
-        self.step = 0
-        self.train_loss = 0.0  # of the last logged step, the mean of all ranks
-        self.signum = 0  # of the first signal that this rank got; 0: none
-
-    def state_dict(self, device: str = "cpu") -> dict[str, Any]:
-        """Copy everything that a resumed run needs and that warm_up restores."""
-        state = {
-            "step": self.step,
-            "train_ms": self.stopwatch.elapsed_ms(),
-            "knobs": asdict(self.hp),
-            "stream": (self.loader.stream.shard, self.loader.stream.position),
-            "shards": [len(shard) for shard in self.loader.stream.shards],
-            "model": self.gpt.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "scaler": self.scaler.state_dict(),
-        }
-        return copy_tensors(state, device)
-
-    def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
-        load_model(self.gpt, saved["model"], name)
-        same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
-        for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
-            load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
-        if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
-            self.scaler.load_state_dict(saved["scaler"])
-        stream = self.loader.stream
-        stream.shard, stream.position = saved["stream"]
-        if stream.shard >= len(stream.shards):
-            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
-        self.step = saved["step"]
-        self.stopwatch.reset(saved["train_ms"])
-
-    def request_stop(self, signum: int, frame: Any) -> None:
-        """Signal handler: stop after the current step. Further signals change nothing."""
-        self.signum = self.signum or signum
 
 
 def save_checkpoint(state: TrainingState) -> bool:
@@ -1184,111 +1383,6 @@ def load_checkpoint(state: TrainingState) -> None:
     log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
 
 
-# ---- Training --------------------
-def train_step(state: TrainingState) -> Tensor:
-    """Take one optimizer step. Returns the mean loss of this rank's tokens."""
-    hp = state.hp
-    grad_accum_steps = hp.batch_slots // state.runtime.world_size
-    total_loss = torch.zeros((), device=state.runtime.device)
-    state.gpt.zero_grad()
-    for micro_step in range(grad_accum_steps):
-        # Each slot has its own seed, so that any number of ranks draws the same dropout.
-        slot = micro_step * state.runtime.world_size + state.runtime.rank
-        torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
-        if dist.is_initialized():
-            # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
-            # only: one exchange a step. It reads this flag in its forward pass.
-            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-        batch = state.loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, grad_accum_steps)
-        loss = state.model(*batch) * (1 / grad_accum_steps)
-        state.scaler.scale(loss).backward()
-        total_loss += loss.detach()
-    if hp.grad_clip_norm > 0:
-        max_norm = hp.grad_clip_norm * state.scaler.get_scale()  # gradients are still scaled
-        nn.utils.clip_grad_norm_(state.gpt.parameters(), max_norm)
-    for optimizer in state.optimizers:
-        state.scaler.step(optimizer)  # skipped if gradients are not finite, on all ranks alike
-    state.scaler.update()  # lowers the scale after a skipped step, else sometimes raises it
-    return total_loss
-
-
-def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
-    wanted = state.hp.warmup_steps
-    start = state.state_dict()
-    set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
-    # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
-    num_steps = max(wanted, int(dist.is_initialized()))
-    for step in range(1, num_steps + 1):
-        state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
-        train_step(state)
-        for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
-            if param.requires_grad and param.grad is None:
-                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
-        if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
-            state.runtime.log(f"warmup_step:{step}/{wanted}")
-    state.load_state_dict(start)
-
-
-def validate(state: TrainingState, validation: Validation) -> float:
-    """Pause the clock, log the validation loss and return it."""
-    hp = state.hp
-    state.stopwatch.pause()
-    losses = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
-    loss = mean_loss(losses, state.runtime)
-    score, times = validation.format(loss), state.stopwatch.report(state.step)
-    state.runtime.log(f"step:{state.step}/{hp.iterations} {score} {times}")
-    return loss
-
-
-def set_signal_action(action: Any) -> None:
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
-            signal.signal(signum, action)
-
-
-def log_step(state: TrainingState, rank_loss: Tensor) -> None:
-    """Log a step that is due. Show the step and the time left on a terminal."""
-    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
-    name = f"step:{state.step}/{hp.iterations}"
-    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
-        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
-    elapsed_ms = stopwatch.elapsed_ms()
-    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
-    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
-    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
-
-
-def train(state: TrainingState, validation: Validation) -> int:
-    """Train up to a limit or a signal. Returns the signal's number; 0: none."""
-    hp, gather = state.hp, state.runtime.gather
-    set_signal_action(state.request_stop)
-    while True:  # all exits are at the top, where all ranks agree
-        clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
-        elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
-        if state.step >= hp.iterations or 0 < 1000 * hp.max_wallclock_seconds <= elapsed_ms:
-            state.stopwatch.pause()
-            return 0  # a finished run is exported, whatever its loss
-        if not math.isfinite(state.train_loss):
-            advice = "check the model and DTYPE" if state.step == 1 else "set lower learning rates"
-            raise InputError(f"train_loss is {state.train_loss}: {advice}")
-        if signum > 0:
-            return signum
-        if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
-            validate(state, validation)
-        state.stopwatch.start()
-        factor = lr_factor(hp, state.step, elapsed_ms)
-        set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
-        rank_loss = train_step(state)
-        state.stopwatch.lap()
-        state.step += 1
-        log_step(state, rank_loss)
-        if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
-            save_checkpoint(state)
-
-
-# ---- End of a run ----------------
 def stop(state: TrainingState, signum: int) -> int:
     """Save a checkpoint after a signal. Returns the exit code."""
     command = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
@@ -1297,126 +1391,7 @@ def stop(state: TrainingState, signum: int) -> int:
     return 128 + signum
 
 
-def log_warnings(validation: Validation, runtime: Runtime) -> None:
-    """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
-    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
-    for name in sorted(os.environ.keys() - {*knobs}):
-        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
-            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
-    if not validation.is_tokenizer_right:
-        runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
-    if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
-        runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
-
-
-def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
-    """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
-    log_warnings(validation, runtime)
-    stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
-    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}")
-    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
-
-
-def move_older_files(hp: Hyperparameters, log: Log) -> None:
-    """Move an older run's files, if any, to previous/, as a set: first of all its score."""
-    paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
-    has_model = any(path.is_file() for path in paths[1:])  # else only a score; its model moved
-    try:
-        for path in paths:
-            kept = path.parent / "previous" / path.name
-            if path.is_file():
-                os.renames(path, kept)
-            elif has_model:
-                kept.unlink(missing_ok=True)
-    except OSError as error:
-        log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
-
-
-def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
-    """Write facts and knobs. A number that is not finite is null: NaN is not JSON."""
-    facts |= {
-        "model_params": sum(param.numel() for param in state.gpt.parameters()),
-        "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
-        "torch": torch.__version__, "device": str(state.runtime.device),
-        "world_size": state.runtime.world_size, "knobs": asdict(state.hp),
-        "run_seconds": time.perf_counter() - state.runtime.started,
-    }  # fmt: skip
-    data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
-    return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
-
-
-def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
-    """Write weights and artifact. Returns artifact, report, checksums, files it wrote."""
-    hp, log = state.hp, state.runtime.log
-    move_older_files(hp, log)  # of another run, at the same time
-    weights = serialize(state.gpt.state_dict())
-    checksums = {WEIGHTS: zipfile.crc32(weights)}
-    write_result(state, {"crc32": checksums})
-    files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
-    artifact, report = export(state.gpt, hp, state.runtime)
-    checksums[ARTIFACT] = zipfile.crc32(artifact)
-    write_result(state, {"crc32": checksums})
-    files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
-    return artifact, report, checksums, files
-
-
-def finish(state: TrainingState, validation: Validation) -> int:
-    """Write the model, then validate it and score its artifact. Returns the exit code."""
-    hp, runtime = state.hp, state.runtime
-    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
-        save_checkpoint(state)
-    artifact, report, checksums, files = runtime.from_rank_0(lambda: write_model(state))
-    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
-    if state.signum:
-        runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
-        signal.raise_signal(state.signum)
-    pre_quant_loss = validate(state, validation)
-    train_ms = state.stopwatch.elapsed_ms()
-    if state.step < hp.iterations:
-        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
-        runtime.log(f"stopping_early: wallclock_cap {end}")
-    if runtime.world_size > 1:
-        own = zipfile.crc32(serialize(state.gpt.state_dict()))
-        same = all(runtime.gather(own == checksums[WEIGHTS]))
-        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
-    if runtime.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
-    runtime.log(report)
-    load_weights(state.gpt, artifact, "the exported artifact")
-    started = time.perf_counter()
-    loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
-    eval_ms = 1000 * (time.perf_counter() - started)
-    facts = {
-        "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
-        "pre_quant_val_loss": pre_quant_loss,
-        "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
-        "steps": state.step, "train_ms": train_ms,
-        "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
-        "crc32": checksums,
-    }  # fmt: skip
-    files[RESULT] = runtime.from_rank_0(lambda: write_result(state, facts))
-    written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
-    runtime.log(f"files: {shlex.join(written)}")
-    log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
-    return int(not all(files.values()) or not math.isfinite(loss))
-
-
-# ---- main ------------------------
-def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Build the demo's data, unless they exist or other paths are set."""
-    demo_paths = (DEMO["DATA_PATH"], DEMO["TOKENIZER_PATH"])
-    if hp.preset != "demo" or (hp.data_path, hp.tokenizer_path) != demo_paths:
-        return
-    builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
-    builder = next(filter(Path.is_file, builders), builders[0])
-    command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise InputError(f"PRESET=demo: {result.stderr.strip()}")
-    runtime.log(result.stdout.rstrip())
-
-
+# ---- Log lines ------------------
 def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     hp = gpt.hp
     cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
@@ -1445,22 +1420,60 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     log_warnings(validation, runtime)
 
 
-def run() -> int:
-    hp = Hyperparameters.from_env(os.environ)
-    runtime = open_runtime(hp)
-    prepare_demo(hp, runtime)
-    compare_ranks(hp, runtime)
-    state = TrainingState(hp, runtime)
-    validation = Validation(hp)
-    log_settings(state.gpt, validation, runtime)
-    load_checkpoint(state)
-    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
-    warm_up(state)
-    runtime.from_rank_0(lambda: move_older_files(hp, runtime.log))
-    signum = train(state, validation)
-    if signum > 0:
-        return stop(state, signum)
-    return finish(state, validation)
+def log_warnings(validation: Validation, runtime: Runtime) -> None:
+    """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
+    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
+    for name in sorted(os.environ.keys() - {*knobs}):
+        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
+            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+    if not validation.is_tokenizer_right:
+        runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
+    if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
+        runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
+
+
+def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
+    """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
+    log_warnings(validation, runtime)
+    stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
+    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}")
+    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
+
+
+def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
+    """Check that nine tenths of the first 100 documents survive decoding and re-encoding."""
+    tokens = tokens[tokens != tokenizer.eos_id()]  # other tools end documents with it
+    starts = np.flatnonzero(tokens == tokenizer.bos_id())[:101]
+    documents = [document[1:2001].tolist() for document in np.split(tokens, starts)[1:101]]
+    same = []
+    for i, ids in enumerate(documents):
+        if tokenizer.unk_id() not in ids:  # <unk> lost its text
+            is_cut = len(ids) == 2000 or i == len(starts) - 1
+            kept = len(ids) // 2 if is_cut else len(ids)  # a cut may change the tokens before it
+            same.append(tokenizer.encode(tokenizer.decode(ids))[:kept] == ids[:kept])
+    return len(starts) > 0 and 10 * sum(same) >= 9 * len(same)
+
+
+# ---- main -----------------------
+WAYS_TO_DATA = """\
+  get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
+  or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
+  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata
+  for a record:    see tests/records/README.md"""
+
+
+def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Build the demo's data, unless they exist or other paths are set."""
+    demo_paths = (DEMO["DATA_PATH"], DEMO["TOKENIZER_PATH"])
+    if hp.preset != "demo" or (hp.data_path, hp.tokenizer_path) != demo_paths:
+        return
+    builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
+    builder = next(filter(Path.is_file, builders), builders[0])
+    command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise InputError(f"PRESET=demo: {result.stderr.strip()}")
+    runtime.log(result.stdout.rstrip())
 
 
 def leave(job: Callable[[], int]) -> NoReturn:
