@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-from files import start_program, write_shard
 import plain
+from files import start_program, write_shard
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
 import train_gpt
