@@ -51,68 +51,11 @@ class InputError(ValueError):
     """A user error. The message says how to fix it."""
 
 
-# ---- Hyperparameters -------------
+# ---- Hyperparameters ------------
 CONTROL_TENSOR_NAME_PATTERNS = (  # the plurals are the baseline's
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
     "skip_weight", "skip_weights", "attn.gate", "lane_scales", "smear_gate",
 )  # fmt: skip
-DEMO = dict(
-    DATA_PATH="./data/datasets/demo_sp1024", TOKENIZER_PATH="./data/tokenizers/demo_1024_bpe.model",
-    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="600", ITERATIONS="200",
-    WARMUP_STEPS="3", WARMDOWN_FRAC="0.8", MUON_MOMENTUM_WARMUP_STEPS="100", TRAIN_LOG_EVERY="20",
-    VAL_BATCH_SIZE="32768", NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", NUM_KV_HEADS="1",
-)  # fmt: skip
-RECORD1394 = dict(  # pull request 1394 of the challenge
-    DATA_PATH="./data/datasets/fineweb10B_sp8192", VOCAB_SIZE="8192",
-    TOKENIZER_PATH="./data/tokenizers/fineweb_8192_bpe.model",
-    NUM_LAYERS="11", MLP_MULT="4", RELU_SLOPE="0.5", QK_GAIN_INIT="4", XSA_LAYERS="11",
-    ROPE_FRACTION="0.25", DEPTH_SCALE="1", SKIP_GATES="1",
-    LOOP_LAYERS="2", LOOP_TIMES="2", LOOP_FROM="0.5",
-    TRAIN_SEQ_LEN="2048", TRAIN_BATCH_TOKENS="786432", SHUFFLE="1", OPTIMIZE_DDP="0",
-    MAX_WALLCLOCK_SECONDS="582",  # 18 of the 600 s are for GPTQ
-    WARMUP_STEPS="40", WARMDOWN_FRAC="0.667", VAL_LOSS_EVERY="4000",
-    MATRIX_LR="0.02", SCALAR_LR="0.02", TIED_EMBED_LR="0.03", GRAD_CLIP_NORM="0.3",
-    MUON_MOMENTUM="0.99", MUON_MOMENTUM_WARMUP_START="0.92", MUON_MOMENTUM_WARMUP_STEPS="1500",
-    MUON_EQUAL_ROWS="1", MUON_WEIGHT_DECAY="0.085", EMBED_WEIGHT_DECAY="0.085",
-    ADAM_WEIGHT_DECAY="0.02", EMA_DECAY="0.997",
-    MATRIX_LEVELS="31", GPTQ_BATCHES="64", RANS="1",
-    SD_CLIP_EMBEDDING="20", SD_CLIP_ATTENTION="12.85", SD_CLIP_MLP="12.85",
-    INT8_KEEP_FLOAT_FP32_NAME_PATTERNS="",  # vectors in fp16 save 55 KB
-    EVAL_STRIDE="64", CHECKPOINT_EVERY="1000000",  # one after the last step: RESUME exports again
-)  # fmt: skip
-RECORD1855 = RECORD1394 | dict(  # pull request 1855
-    DATA_PATH="./data/datasets/fineweb10B_sp8192_caseops",
-    TOKENIZER_PATH="./data/tokenizers/fineweb_8192_bpe_caseops.model",
-    QK_GAIN_INIT="5", LOOP_LAYERS="3", LOOP_FIRST="3", LOOP_FROM="0.35",
-    PARALLEL_LAYERS="3", TWO_LANES="1", SMEAR_CHANNELS="12",
-    ATTENTION_GATE_MAX="1", ATTENTION_GATE_SCALE="0.5", DOCUMENT_MASK="1", WHOLE_DOCUMENTS="1",
-    MAX_WALLCLOCK_SECONDS="592",  # published 599.5, and 4.7 s of GPTQ that did not count
-    EMA_DECAY="0.9965", WARMDOWN_FRAC="0.85", MIN_LR="0.1", BETA2="0.99",
-    MUON_WEIGHT_DECAY="0.095", MUON_MOMENTUM="0.97",
-    MATRIX_LR="0.029",  # published 0.026, for Polar Express, whose updates are longer
-    GPTQ_BATCHES="16", EMBED_LEVELS="63", SD_CLIP_EMBEDDING="14", SD_CLIP_ATTENTION="13",
-    SD_CLIP_MLP="12",  # published 11.5, too large without lrzip
-    EVAL_STRIDE="0", LORA_RANK="80", LORA_LR="0.0001", LORA_CHUNK="48", LORA_DOCUMENTS="64",
-    LORA_KEEP="1", LORA_PHASES="3", LORA_PHASE_DOCUMENTS="833", LORA_PHASE_LR="0.001",
-)  # fmt: skip
-RECORD2014 = RECORD1855 | dict(  # pull request 2014
-    QK_GAIN_INIT="5.25", TRAIN_SEQ_LEN="3072", CONTEXT_GROWTH="0.3333:0.1,0.6667:0.7",
-    AWQ_COLUMNS="64", LORA_SKIP="c_q,c_v", LORA_LR="7.5e-05", LORA_SHORT_CHUNKS="1",
-    LORA_PHASES="1", LORA_PHASE_DOCUMENTS="2500",
-)  # fmt: skip
-RECORD2135 = RECORD1855 | dict(  # pull request 2135
-    QK_GAIN_INIT="5.25", GPTQ_BATCHES="32", LORA_PHASES="1", LORA_PHASE_DOCUMENTS="2500",
-    MAX_WALLCLOCK_SECONDS="588",  # published: half a second is reserved for GPTQ
-    MATRIX_LR="0.031",  # published 0.028, for Polar Express
-    LORA_CONTEXT="2560", LORA_SKIP="c_k", LORA_LR="8e-05", LORA_WEIGHT_DECAY="2",
-    TILT_BOOST="2.625", TILT_TOKENS="15", TILT_SHARE="0.8",
-)  # fmt: skip
-PRESETS = {
-    "": {}, "demo": DEMO, "record1394": RECORD1394, "record1855": RECORD1855,
-    "record2014": RECORD2014, "record2135": RECORD2135, "record": RECORD1394,  # its older name
-}  # fmt: skip
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # layers that LORA_SKIP may name
 
 
 @dataclass(frozen=True)
@@ -129,7 +72,6 @@ class Hyperparameters:
     device: str = "auto"  # cuda, cpu; auto: cuda if available
     dtype: str = "auto"  # bf16, fp16, fp32; auto: bf16 if the GPU has it, else fp32
     compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda
-    optimize_ddp: bool = True  # compile a graph for each of DDP's buckets, else one graph
     data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
     tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # SentencePiece model
     # validation and logging
@@ -137,6 +79,73 @@ class Hyperparameters:
     val_loss_every: int = 1000  # steps, step 0 included; 0: only at the end
     max_val_tokens: int = 0  # for a shorter validation; 0: the whole split
     eval_stride: int = 0  # stride of the final score, in tokens; 0: TRAIN_SEQ_LEN
+    train_log_every: int = 200  # logs steps 1 to 10, then every 200th; 0: none
+    # length of the run
+    iterations: int = 20_000  # optimizer steps at most
+    warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
+    warmdown_frac: float = 0.0  # of the run, in place of WARMDOWN_ITERS; 0: not used
+    warmup_steps: int = 20  # compile with these steps, then restore the initial state; 0: none
+    train_batch_tokens: int = 524_288  # tokens per optimizer step
+    batch_slots: int = 8  # micro-batches per optimizer step, over all ranks
+    train_seq_len: int = 1024  # T
+    max_wallclock_seconds: float = 600.0  # of training; 0: no cap
+    # model
+    vocab_size: int = 1024  # V, the tokenizer's size
+    num_layers: int = 9  # L
+    model_dim: int = 512  # D
+    num_heads: int = 8  # H, query heads
+    num_kv_heads: int = 4  # K, key/value heads
+    mlp_mult: int = 2  # hidden width of the MLP / D
+    tie_embeddings: bool = True  # the output layer is the embedding
+    rope_base: float = 10_000.0  # longest wavelength: about 2 pi times this, in tokens
+    logit_softcap: float = 30.0  # cap * tanh(logits / cap)
+    qk_gain_init: float = 1.5  # initial gain of each head's queries
+    # optimizers
+    embed_lr: float = 0.6  # Adam, untied embedding
+    head_lr: float = 0.008  # Adam, untied lm_head
+    tied_embed_lr: float = 0.05  # Adam, tied embedding
+    tied_embed_init_std: float = 0.005  # of a tied embedding
+    matrix_lr: float = 0.04  # Muon, matrices of the blocks
+    scalar_lr: float = 0.04  # Adam, vectors and control tensors
+    muon_momentum: float = 0.95  # after its warm-up
+    muon_backend_steps: int = 5  # Newton-Schulz iterations
+    muon_momentum_warmup_start: float = 0.85  # momentum at step 0
+    muon_momentum_warmup_steps: int = 500  # 0: no warm-up
+    beta1: float = 0.9  # Adam
+    beta2: float = 0.95  # Adam
+    adam_eps: float = 1e-8  # Adam
+    grad_clip_norm: float = 0.0  # global norm; 0: no clipping
+    # parts of names: parameters that Adam trains in fp32; small tensors that are saved in fp32
+    control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
+    int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
+    # techniques, off by default: training
+    optimize_ddp: bool = True  # compile a graph for each of DDP's buckets, else one graph
+    shuffle: bool = False  # read the sequences in a random order
+    document_mask: bool = False  # a token sees only its own document
+    whole_documents: bool = False  # in training, cut only between documents or after T tokens
+    # "0.25:0.1,0.5:0.7": T * 0.25 in the first tenth of the training, T * 0.5 up to 0.7, then T
+    context_growth: tuple[str, ...] = ()
+    min_lr: float = 0.0  # learning-rate multiplier at the end of the warmdown
+    ema_decay: float = 0.0  # of the weights' average, per step; 0: the last weights
+    muon_equal_rows: bool = False  # scale the rows of each update to one length
+    muon_weight_decay: float = 0.0  # a step shrinks matrices by this times the learning rate
+    embed_weight_decay: float = 0.0  # AdamW, embedding: per step, times the learning rate
+    adam_weight_decay: float = 0.0  # AdamW, the rest, mostly gains and scales
+    # techniques: model
+    relu_slope: float = 0.0  # of the MLP's ReLU below zero
+    rope_fraction: float = 1.0  # share of each head's channels that is rotated
+    xsa_layers: int = 0  # last layers with exclusive self-attention
+    attention_gate_max: float = 0.0  # a head's gate is 0 to this, at first half of it; 0: none
+    attention_gate_scale: float = 1.0  # factor of the gates' logits
+    depth_scale: bool = False  # divide the normed inputs of layer i by the root of i, from 1
+    skip_gates: bool = False  # gates between each U-Net skip and the residual stream
+    smear_channels: int = 0  # inputs of the gate that mixes in the previous token; 0: none
+    parallel_layers: int = 0  # last layers, whose MLP does not see the layer's attention
+    two_lanes: bool = False  # in these layers attention and MLP read a residual stream each
+    loop_layers: int = 0  # layers that run again, with the same weights
+    loop_first: int = -1  # the first of them, from 0; below 0: so that they are in the middle
+    loop_times: int = 1  # how many times they run again
+    loop_from: float = 0.4  # fraction of the run (see progress) before the loops begin
     # test-time training (final score): adapters learn from each document after it is scored
     lora_rank: int = 0  # of the adapters; records: 80; 0 disables them
     lora_lr: float = 1e-3  # AdamW, adapters; records: 1e-4; 0: each document is scored alone
@@ -155,71 +164,7 @@ class Hyperparameters:
     tilt_tokens: int = 15  # a hint has so far been the most frequent token after the last 15
     tilt_share: float = 0.8  # and has followed them in at least this share of the cases
     tilt_order: str = "decoding"  # counting order; stream: from left to right, as published
-    train_log_every: int = 200  # logs steps 1 to 10, then every 200th; 0: none
-    # length of the run
-    iterations: int = 20_000  # optimizer steps at most
-    warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
-    warmdown_frac: float = 0.0  # of the run, in place of WARMDOWN_ITERS; 0: not used
-    min_lr: float = 0.0  # learning-rate multiplier at the end of the warmdown
-    warmup_steps: int = 20  # compile with these steps, then restore the initial state; 0: none
-    train_batch_tokens: int = 524_288  # tokens per optimizer step
-    batch_slots: int = 8  # micro-batches per optimizer step, over all ranks
-    train_seq_len: int = 1024  # T
-    # "0.25:0.1,0.5:0.7": T * 0.25 in the first tenth of the training, T * 0.5 up to 0.7, then T
-    context_growth: tuple[str, ...] = ()
-    shuffle: bool = False  # read the sequences in a random order
-    document_mask: bool = False  # a token sees only its own document
-    whole_documents: bool = False  # in training, cut only between documents or after T tokens
-    max_wallclock_seconds: float = 600.0  # of training; 0: no cap
-    # model
-    vocab_size: int = 1024  # V, the tokenizer's size
-    num_layers: int = 9  # L
-    model_dim: int = 512  # D
-    num_heads: int = 8  # H, query heads
-    num_kv_heads: int = 4  # K, key/value heads
-    mlp_mult: int = 2  # hidden width of the MLP / D
-    relu_slope: float = 0.0  # of the MLP's ReLU below zero
-    tie_embeddings: bool = True  # the output layer is the embedding
-    rope_base: float = 10_000.0  # longest wavelength: about 2 pi times this, in tokens
-    rope_fraction: float = 1.0  # share of each head's channels that is rotated
-    logit_softcap: float = 30.0  # cap * tanh(logits / cap)
-    qk_gain_init: float = 1.5  # initial gain of each head's queries
-    xsa_layers: int = 0  # last layers with exclusive self-attention
-    attention_gate_max: float = 0.0  # a head's gate is 0 to this, at first half of it; 0: none
-    attention_gate_scale: float = 1.0  # factor of the gates' logits
-    depth_scale: bool = False  # divide the normed inputs of layer i by the root of i, from 1
-    skip_gates: bool = False  # gates between each U-Net skip and the residual stream
-    smear_channels: int = 0  # inputs of the gate that mixes in the previous token; 0: none
-    parallel_layers: int = 0  # last layers, whose MLP does not see the layer's attention
-    two_lanes: bool = False  # in these layers attention and MLP read a residual stream each
-    loop_layers: int = 0  # layers that run again, with the same weights
-    loop_first: int = -1  # the first of them, from 0; below 0: so that they are in the middle
-    loop_times: int = 1  # how many times they run again
-    loop_from: float = 0.4  # fraction of the run (see progress) before the loops begin
-    # optimizers
-    embed_lr: float = 0.6  # Adam, untied embedding
-    head_lr: float = 0.008  # Adam, untied lm_head
-    tied_embed_lr: float = 0.05  # Adam, tied embedding
-    tied_embed_init_std: float = 0.005  # of a tied embedding
-    matrix_lr: float = 0.04  # Muon, matrices of the blocks
-    scalar_lr: float = 0.04  # Adam, vectors and control tensors
-    muon_momentum: float = 0.95  # after its warm-up
-    muon_backend_steps: int = 5  # Newton-Schulz iterations
-    muon_momentum_warmup_start: float = 0.85  # momentum at step 0
-    muon_momentum_warmup_steps: int = 500  # 0: no warm-up
-    muon_equal_rows: bool = False  # scale the rows of each update to one length
-    muon_weight_decay: float = 0.0  # a step shrinks matrices by this times the learning rate
-    beta1: float = 0.9  # Adam
-    beta2: float = 0.95  # Adam
-    adam_eps: float = 1e-8  # Adam
-    embed_weight_decay: float = 0.0  # AdamW, embedding: per step, times the learning rate
-    adam_weight_decay: float = 0.0  # AdamW, the rest, mostly gains and scales
-    grad_clip_norm: float = 0.0  # global norm; 0: no clipping
-    ema_decay: float = 0.0  # of the weights' average, per step; 0: the last weights
-    # export
-    # parts of names: parameters that Adam trains in fp32; small tensors that are saved in fp32
-    control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
-    int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
+    # techniques: export
     matrix_levels: int = 127  # on each side of zero, for the matrices of the blocks; 31 is int6
     embed_levels: int = 127  # for all other quantized tensors
     scale_floor: float = 1 / 127  # of a row's step: values up to 0.1 use 13 levels a side
@@ -330,25 +275,64 @@ class Hyperparameters:
         ]  # fmt: skip
 
 
-def parse_knob(name: str, kind: type, text: str) -> Any:
-    if kind == tuple[str, ...]:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    try:
-        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
-    except (KeyError, TypeError, ValueError):
-        value = None
-    if value is None or (kind is float and not math.isfinite(value)):
-        kinds = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
-        wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
-        raise InputError(f"{name.upper()}={text!r} must be {wanted}")
-    return value
+DEMO = dict(
+    DATA_PATH="./data/datasets/demo_sp1024", TOKENIZER_PATH="./data/tokenizers/demo_1024_bpe.model",
+    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="600", ITERATIONS="200",
+    WARMUP_STEPS="3", WARMDOWN_FRAC="0.8", MUON_MOMENTUM_WARMUP_STEPS="100", TRAIN_LOG_EVERY="20",
+    VAL_BATCH_SIZE="32768", NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", NUM_KV_HEADS="1",
+)  # fmt: skip
+RECORD1394 = dict(  # pull request 1394 of the challenge
+    DATA_PATH="./data/datasets/fineweb10B_sp8192", VOCAB_SIZE="8192",
+    TOKENIZER_PATH="./data/tokenizers/fineweb_8192_bpe.model",
+    NUM_LAYERS="11", MLP_MULT="4", RELU_SLOPE="0.5", QK_GAIN_INIT="4", XSA_LAYERS="11",
+    ROPE_FRACTION="0.25", DEPTH_SCALE="1", SKIP_GATES="1",
+    LOOP_LAYERS="2", LOOP_TIMES="2", LOOP_FROM="0.5",
+    TRAIN_SEQ_LEN="2048", TRAIN_BATCH_TOKENS="786432", SHUFFLE="1", OPTIMIZE_DDP="0",
+    MAX_WALLCLOCK_SECONDS="582",  # 18 of the 600 s are for GPTQ
+    WARMUP_STEPS="40", WARMDOWN_FRAC="0.667", VAL_LOSS_EVERY="4000",
+    MATRIX_LR="0.02", SCALAR_LR="0.02", TIED_EMBED_LR="0.03", GRAD_CLIP_NORM="0.3",
+    MUON_MOMENTUM="0.99", MUON_MOMENTUM_WARMUP_START="0.92", MUON_MOMENTUM_WARMUP_STEPS="1500",
+    MUON_EQUAL_ROWS="1", MUON_WEIGHT_DECAY="0.085", EMBED_WEIGHT_DECAY="0.085",
+    ADAM_WEIGHT_DECAY="0.02", EMA_DECAY="0.997",
+    MATRIX_LEVELS="31", GPTQ_BATCHES="64", RANS="1",
+    SD_CLIP_EMBEDDING="20", SD_CLIP_ATTENTION="12.85", SD_CLIP_MLP="12.85",
+    INT8_KEEP_FLOAT_FP32_NAME_PATTERNS="",  # vectors in fp16 save 55 KB
+    EVAL_STRIDE="64", CHECKPOINT_EVERY="1000000",  # one after the last step: RESUME exports again
+)  # fmt: skip
+RECORD1855 = RECORD1394 | dict(  # pull request 1855
+    DATA_PATH="./data/datasets/fineweb10B_sp8192_caseops",
+    TOKENIZER_PATH="./data/tokenizers/fineweb_8192_bpe_caseops.model",
+    QK_GAIN_INIT="5", LOOP_LAYERS="3", LOOP_FIRST="3", LOOP_FROM="0.35",
+    PARALLEL_LAYERS="3", TWO_LANES="1", SMEAR_CHANNELS="12",
+    ATTENTION_GATE_MAX="1", ATTENTION_GATE_SCALE="0.5", DOCUMENT_MASK="1", WHOLE_DOCUMENTS="1",
+    MAX_WALLCLOCK_SECONDS="592",  # published 599.5, and 4.7 s of GPTQ that did not count
+    EMA_DECAY="0.9965", WARMDOWN_FRAC="0.85", MIN_LR="0.1", BETA2="0.99",
+    MUON_WEIGHT_DECAY="0.095", MUON_MOMENTUM="0.97",
+    MATRIX_LR="0.029",  # published 0.026, for Polar Express, whose updates are longer
+    GPTQ_BATCHES="16", EMBED_LEVELS="63", SD_CLIP_EMBEDDING="14", SD_CLIP_ATTENTION="13",
+    SD_CLIP_MLP="12",  # published 11.5, too large without lrzip
+    EVAL_STRIDE="0", LORA_RANK="80", LORA_LR="0.0001", LORA_CHUNK="48", LORA_DOCUMENTS="64",
+    LORA_KEEP="1", LORA_PHASES="3", LORA_PHASE_DOCUMENTS="833", LORA_PHASE_LR="0.001",
+)  # fmt: skip
+RECORD2014 = RECORD1855 | dict(  # pull request 2014
+    QK_GAIN_INIT="5.25", TRAIN_SEQ_LEN="3072", CONTEXT_GROWTH="0.3333:0.1,0.6667:0.7",
+    AWQ_COLUMNS="64", LORA_SKIP="c_q,c_v", LORA_LR="7.5e-05", LORA_SHORT_CHUNKS="1",
+    LORA_PHASES="1", LORA_PHASE_DOCUMENTS="2500",
+)  # fmt: skip
+RECORD2135 = RECORD1855 | dict(  # pull request 2135
+    QK_GAIN_INIT="5.25", GPTQ_BATCHES="32", LORA_PHASES="1", LORA_PHASE_DOCUMENTS="2500",
+    MAX_WALLCLOCK_SECONDS="588",  # published: half a second is reserved for GPTQ
+    MATRIX_LR="0.031",  # published 0.028, for Polar Express
+    LORA_CONTEXT="2560", LORA_SKIP="c_k", LORA_LR="8e-05", LORA_WEIGHT_DECAY="2",
+    TILT_BOOST="2.625", TILT_TOKENS="15", TILT_SHARE="0.8",
+)  # fmt: skip
+PRESETS = {
+    "": {}, "demo": DEMO, "record1394": RECORD1394, "record1855": RECORD1855,
+    "record2014": RECORD2014, "record2135": RECORD2135, "record": RECORD1394,  # its older name
+}  # fmt: skip
 
 
-def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(pattern in name for pattern in patterns)
-
-
-# ---- Model -----------------------
+# ---- Model ----------------------
 # dtypes: activations, the embedding and Muon's updates are bf16 on a GPU that has it, else fp32.
 # Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32. With
 # DTYPE=fp16 only activations are fp16: Muon and GradScaler need a wider range of exponents.
@@ -378,14 +362,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     n = cos.size(-1)
     first, second, rest = x.split((n, n, x.size(-1) - 2 * n), dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), dim=-1)
-
-
-def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
-    """The attention kernels that PyTorch may use, best first."""
-    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
-    cudnn = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
-    return [*cudnn, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -692,27 +668,7 @@ def share_embedding(gpt: GPT) -> CastedLinear:
     return layer
 
 
-def wrap(gpt: GPT, compiled: bool) -> nn.Module:
-    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
-    model: nn.Module = gpt
-    if compiled:
-        torch._dynamo.config.optimize_ddp = gpt.hp.optimize_ddp
-        torch._dynamo.config.recompile_limit = 256  # graphs of all stages, windows and chunks
-        model = torch.compile(gpt, dynamic=False, fullgraph=True)
-    if dist.is_initialized():
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
-    return model
-
-
-# ---- Optimizers ------------------
-# Optimizer group of each parameter outside the blocks, by name prefix.
-OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
-OPTIMIZER_GROUPS |= {"smear_gate": "scalar"}
-# Not from a checkpoint:
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps", "weight_decay")
-
-
+# ---- Optimizers -----------------
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Bring the singular values of each wide matrix in stack (n, rows, columns) close to 1."""
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -794,6 +750,15 @@ class Muon(torch.optim.Optimizer):
         return results
 
 
+def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(pattern in name for pattern in patterns)
+
+
+# Optimizer group of each parameter outside the blocks, by name prefix.
+OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
+OPTIMIZER_GROUPS |= {"smear_gate": "scalar"}
+
+
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
     """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
@@ -834,7 +799,7 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     return [adam, muon]
 
 
-# ---- Schedules -------------------
+# ---- Schedules ------------------
 def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
     """Fraction of the run that is done, in steps or in training time, whichever is larger."""
     cap_ms = 1000 * hp.max_wallclock_seconds
@@ -876,13 +841,8 @@ def set_stage(gpt: GPT, done: float) -> None:
     gpt.context = next(length for length, end in gpt.hp.context_stages() if done < end)
 
 
-# ---- Data ------------------------
+# ---- Data -----------------------
 SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1, tokens, zeros
-WAYS_TO_DATA = """\
-  get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
-  or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
-  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata
-  for a record:    see tests/records/README.md"""
 
 
 def load_data_shard(path: str | Path) -> Tensor:
@@ -923,6 +883,12 @@ class TokenStream:
                 self.shard = (self.shard + 1) % len(self.shards)
                 self.position = 0
         return torch.cat(parts)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 class DistributedTokenLoader:
@@ -995,223 +961,169 @@ class ShuffledTokenLoader(DistributedTokenLoader):
 LOADERS = {False: DistributedTokenLoader, True: ShuffledTokenLoader}  # by the knob SHUFFLE
 
 
-# ---- Runtime ---------------------
-@dataclass
-class Log:
-    """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
+# ---- Training -------------------
+class TrainingState:
+    """All that a step reads or changes. An average of the weights, for example, belongs here."""
 
-    waiting: list[str] = field(default_factory=list)
-    file: TextIO | None = None
-    is_terminal: bool = False
+    def __init__(self, hp: Hyperparameters, runtime: "Runtime") -> None:
+        random.seed(hp.seed)
+        np.random.seed(hp.seed)
+        torch.manual_seed(hp.seed)  # CPU and CUDA
+        self.hp = hp
+        self.runtime = runtime
+        place = (runtime.rank, runtime.world_size, runtime.device)
+        self.loader = LOADERS[hp.shuffle](hp.files("train"), *place, hp.vocab_size)
+        self.loader.seed = hp.seed
+        self.gpt = GPT(hp, runtime.dtype).to(runtime.device)
+        self.optimizers = build_optimizers(self.gpt, runtime.compiled)
+        self.model = wrap(self.gpt, runtime.compiled)
+        is_fp16 = runtime.dtype == torch.float16  # small gradients need a scale, else they are 0
+        self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
+        self.stopwatch = Stopwatch(runtime.device)
+        self.step = 0
+        self.train_loss = 0.0  # of the last logged step, the mean of all ranks
+        self.signum = 0  # of the first signal that this rank got; 0: none
+        self.ema: dict[str, Tensor] = {}  # fp32 averages of gpt's parameters
 
-    def open(self, hp: Hyperparameters, source: bytes) -> None:
-        """Call this late, so that an input error leaves no file."""
-        path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
-        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
-            print(source.decode(), "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
-        except OSError as error:
-            raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
-        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        for line in (str(path), *self.waiting):
-            self(line)
+    def update_ema(self) -> None:
+        """Average in the weights of a step. Those of n steps ago count decay**n."""
+        decay = self.hp.ema_decay
+        weights = {name: param.detach().float() for name, param in self.gpt.named_parameters()}
+        if not self.ema:
+            self.ema = {name: weight.clone() for name, weight in weights.items()}
+        share = (1 - decay) / (1 - decay**self.step)
+        torch._foreach_lerp_(list(self.ema.values()), list(weights.values()), share)
 
-    def __call__(self, line: str) -> None:
-        if self.file is None:
-            self.waiting.append(line)
-            return
-        with contextlib.suppress(OSError):  # a full disk
-            print(line, file=self.file)
-        self.show(f"{line}\n")
+    def state_dict(self, device: str = "cpu") -> dict[str, Any]:
+        """Copy everything that a resumed run needs and that warm_up restores."""
+        state = {
+            "step": self.step,
+            "train_ms": self.stopwatch.elapsed_ms(),
+            "knobs": asdict(self.hp),
+            "stream": (self.loader.stream.shard, self.loader.stream.position),
+            "sequence": self.loader.sequence,
+            "shards": [len(shard) for shard in self.loader.stream.shards],
+            "model": self.gpt.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema,
+        }
+        return copy_tensors(state, device)
 
-    def status(self, text: str) -> None:
-        """Show text on a terminal until the next line."""
-        if self.is_terminal:
-            self.show(text[: (shutil.get_terminal_size().columns or 80) - 1])
+    def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
+        load_model(self.gpt, saved["model"], name)
+        same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
+        for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
+            load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
+        if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
+            self.scaler.load_state_dict(saved["scaler"])
+        stream = self.loader.stream
+        stream.shard, stream.position = saved["stream"]
+        if stream.shard >= len(stream.shards):
+            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
+        self.step = saved["step"]
+        self.loader.sequence = saved["sequence"]
+        self.ema = copy_tensors(saved["ema"], self.runtime.device) if self.hp.ema_decay > 0 else {}
+        self.stopwatch.reset(saved["train_ms"])
 
-    def show(self, text: str) -> None:
-        clear_line = "\r\x1b[K" if self.is_terminal else ""
-        try:
-            print(clear_line + text, end="", flush=True)
-        except OSError:  # the terminal or pipe is gone
-            sys.stdout = None  # else Python would fail at its exit
+    def request_stop(self, signum: int, frame: Any) -> None:
+        """Signal handler: stop after the current step. Further signals change nothing."""
+        self.signum = self.signum or signum
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """This process's rank, device and log."""
-
-    rank: int
-    world_size: int  # W
-    device: torch.device
-    dtype: torch.dtype  # of activations
-    compiled: bool
-    source: bytes = b""  # of this file, when the run began
-    log: Log = field(default_factory=Log)
-    started: float = field(default_factory=time.perf_counter)  # in seconds
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
-        values = [value] * self.world_size
+def train_step(state: TrainingState) -> Tensor:
+    """Take one optimizer step. Returns the mean loss of this rank's tokens."""
+    hp = state.hp
+    grad_accum_steps = hp.batch_slots // state.runtime.world_size
+    total_loss = torch.zeros((), device=state.runtime.device)
+    state.gpt.zero_grad()
+    for micro_step in range(grad_accum_steps):
+        # Each slot has its own seed, so that any number of ranks draws the same dropout.
+        slot = micro_step * state.runtime.world_size + state.runtime.rank
+        torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
         if dist.is_initialized():
-            dist.all_gather_object(values, value)
-        return values
-
-    def from_rank_0(self, job: Callable[[], Any]) -> Any:
-        """Call job on rank 0 alone. Returns its result, or raises its user error, on all ranks."""
-        shared: list[Any] = [None]  # broadcast_object_list replaces the items of a list
-        if self.rank == 0:
-            try:
-                shared = [job()]
-            except (InputError, OSError) as error:
-                shared = [error]
-        if dist.is_initialized():
-            dist.broadcast_object_list(shared, src=0)
-        if isinstance(shared[0], Exception):
-            raise shared[0]
-        return shared[0]
-
-
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)
+            # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
+            # only: one exchange a step. It reads this flag in its forward pass.
+            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+        row = hp.train_batch_tokens // hp.batch_slots if hp.whole_documents else state.gpt.context
+        batch = state.loader.next_batch(hp.train_batch_tokens, row, grad_accum_steps)
+        loss = state.model(*batch) * (1 / grad_accum_steps)
+        state.scaler.scale(loss).backward()
+        total_loss += loss.detach()
+    if hp.grad_clip_norm > 0:
+        max_norm = hp.grad_clip_norm * state.scaler.get_scale()  # gradients are still scaled
+        nn.utils.clip_grad_norm_(state.gpt.parameters(), max_norm)
+    for optimizer in state.optimizers:
+        state.scaler.step(optimizer)  # skipped if gradients are not finite, on all ranks alike
+    state.scaler.update()  # lowers the scale after a skipped step, else sometimes raises it
+    return total_loss
 
 
-def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
-    num_gpus = torch.cuda.device_count()
-    if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
-        return torch.device("cpu")
-    if local_rank >= num_gpus:
-        raise InputError(f"no GPU {local_rank}; torch sees {num_gpus} GPUs: set DEVICE=cpu")
-    torch.cuda.set_device(local_rank)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    return torch.device("cuda", local_rank)
+def train(state: TrainingState, validation: "Validation") -> int:
+    """Train up to a limit or a signal. Returns the signal's number; 0: none."""
+    hp, gather = state.hp, state.runtime.gather
+    set_signal_action(state.request_stop)
+    while True:  # all exits are at the top, where all ranks agree
+        clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
+        elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
+        set_stage(state.gpt, progress(hp, state.step, elapsed_ms))
+        if state.step >= hp.iterations or 0 < 1000 * hp.max_wallclock_seconds <= elapsed_ms:
+            state.stopwatch.pause()
+            return 0  # a finished run is exported, whatever its loss
+        if not math.isfinite(state.train_loss):
+            advice = "check the model and DTYPE" if state.step == 1 else "set lower learning rates"
+            raise InputError(f"train_loss is {state.train_loss}: {advice}")
+        if signum > 0:
+            return signum
+        if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
+            validate(state, validation)
+        state.stopwatch.start()
+        factor = max(lr_factor(hp, state.step, elapsed_ms), hp.min_lr)
+        set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
+        rank_loss = train_step(state)
+        state.stopwatch.lap()
+        state.step += 1
+        if hp.ema_decay > 0:
+            state.update_ema()
+        log_step(state, rank_loss)
+        if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
+            save_checkpoint(state)
 
 
-def open_runtime(hp: Hyperparameters) -> Runtime:
-    """Open the device and, under torchrun, the process group."""
-    # Else torch 2.10 to 2.13 lose gradients of parameters that are used in chunks (pytorch 193061).
-    os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
-    distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    rank = parse_knob("rank", int, os.environ["RANK"]) if distributed else 0
-    world_size = parse_knob("world_size", int, os.environ["WORLD_SIZE"]) if distributed else 1
-    if world_size <= 0 or hp.batch_slots % world_size != 0:
-        raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
-    device = open_device(hp, parse_knob("local_rank", int, os.environ.get("LOCAL_RANK", "0")))
-    on_gpu = device.type == "cuda"
-    if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
-        # Waiting threads spin. If another program takes a core, one thread fewer is faster.
-        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
-    if distributed:
-        try:
-            store, _, _ = next(dist.rendezvous("env://"))
-        except (ValueError, dist.DistError) as error:
-            problem = str(error).partition("\n")[0]
-            raise InputError(f"{problem}: use torchrun, or unset RANK and WORLD_SIZE") from None
-        # After a restart, the old store may hold dead addresses and NCCL's error flag.
-        store.delete_key("exception_dump")
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        # gloo syncs the clock on the CPU, so that the GPU queue never drains.
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        dist.barrier()
-    auto = "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    dtype = DTYPES[auto if hp.dtype == "auto" else hp.dtype]
-    compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
-    return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
+def warm_up(state: TrainingState) -> None:
+    """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
+    wanted = state.hp.warmup_steps
+    start = state.state_dict()
+    set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
+    # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
+    num_steps = max(wanted, int(dist.is_initialized()))
+    for step in range(1, num_steps + 1):
+        state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
+        # The warm-up visits all stages, so that the training compiles nothing.
+        set_stage(state.gpt, (step - 1) / max(num_steps - 1, 1))
+        train_step(state)
+        for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
+            if param.requires_grad and param.grad is None:
+                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
+        if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
+            state.runtime.log(f"warmup_step:{step}/{wanted}")
+    state.load_state_dict(start)
 
 
-def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Raise InputError if ranks differ in script, knobs, dtype, torch or sizes of data files."""
-    may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
-    facts = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
-    facts |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
-    paths = filter(os.path.isfile, [*glob.glob(hp.files("*")), hp.tokenizer_path])
-    facts["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
-    first, *others = runtime.gather(facts)
-    for rank, other in enumerate(others, start=1):
-        if differ := [name for name in first | other if first.get(name) != other.get(name)]:
-            raise InputError(f"ranks 0 and {rank} differ in {', '.join(differ)}: make these equal")
+def log_step(state: TrainingState, rank_loss: Tensor) -> None:
+    """Log a step that is due. Show the step and the time left on a terminal."""
+    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
+    name = f"step:{state.step}/{hp.iterations}"
+    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
+        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
+    elapsed_ms = stopwatch.elapsed_ms()
+    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
+    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
+    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
 
 
-class Stopwatch:
-    """Wall-clock training time, without pauses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device_module = torch.get_device_module(device)
-        self.reset(0.0)
-
-    def reset(self, elapsed_ms: float) -> None:
-        self.before_ms = elapsed_ms
-        self.started: float | None = None  # in seconds; None while it is paused
-        self.last_step: Any = None  # event at its end
-
-    def start(self) -> None:
-        if self.started is None:
-            self.device_module.synchronize()
-            self.started = time.perf_counter()
-
-    def pause(self) -> None:
-        self.device_module.synchronize()
-        self.reset(self.elapsed_ms())
-
-    def lap(self) -> None:
-        """Call after each step. Waits for the step before it: at most one step is queued."""
-        previous = self.last_step
-        self.last_step = self.device_module.Event()
-        self.last_step.record()
-        if previous is not None:
-            previous.synchronize()
-
-    def elapsed_ms(self) -> float:
-        running = 0.0 if self.started is None else time.perf_counter() - self.started
-        return self.before_ms + 1000 * running
-
-    def report(self, step: int) -> str:
-        elapsed_ms = self.elapsed_ms()
-        return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
-
-
-# ---- Evaluation ------------------
-# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
-# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
-def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
-    """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
-    ids = [*range(tokenizer.vocab_size())]
-    others = (tokenizer.IsControl(ids), tokenizer.IsUnknown(ids), tokenizer.IsUnused(ids))
-    has_text = ~np.any(others, axis=0)
-    # Without CaseOps's marks of Capital and CAPITALS. "\u2581" is SentencePiece's mark of a space.
-    pieces = [piece.translate({1: None, 2: None}) for piece in tokenizer.IdToPiece(ids)]
-    leading_space = np.array([piece.startswith("\u2581") for piece in pieces]) & has_text
-    lengths = [len(p.removeprefix("\u2581").replace("\u2581", " ").encode()) for p in pieces]
-    num_bytes = np.where(tokenizer.IsByte(ids), 1, lengths) * has_text
-    before, targets = tokens[:-1], tokens[1:]
-    total = num_bytes[targets].sum() + (leading_space[targets] & has_text[before]).sum()
-    first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
-    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # a space is these bytes
-        is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
-        total -= (3 - has_text[before[:-2]][is_space]).sum()
-    return int(total)
-
-
-def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
-    """Check that nine tenths of the first 100 documents survive decoding and re-encoding."""
-    tokens = tokens[tokens != tokenizer.eos_id()]  # other tools end documents with it
-    starts = np.flatnonzero(tokens == tokenizer.bos_id())[:101]
-    documents = [document[1:2001].tolist() for document in np.split(tokens, starts)[1:101]]
-    same = []
-    for i, ids in enumerate(documents):
-        if tokenizer.unk_id() not in ids:  # <unk> lost its text
-            is_cut = len(ids) == 2000 or i == len(starts) - 1
-            kept = len(ids) // 2 if is_cut else len(ids)  # a cut may change the tokens before it
-            same.append(tokenizer.encode(tokenizer.decode(ids))[:kept] == ids[:kept])
-    return len(starts) > 0 and 10 * sum(same) >= 9 * len(same)
-
-
+# ---- Evaluation -----------------
 class Validation:
     """The validation split, cut to whole sequences plus one target."""
 
@@ -1255,7 +1167,7 @@ def evaluate(
     tokens: Tensor,
     stride: int,
     hp: Hyperparameters,
-    runtime: Runtime,
+    runtime: "Runtime",
     hints: Tensor | None = None,
 ) -> Tensor:
     """Losses of tokens[1:] in nats, fp32 (n,), in windows that begin `stride` apart. Targets of
@@ -1287,12 +1199,23 @@ def evaluate(
     return losses[:-1]
 
 
-def mean_loss(losses: Tensor, runtime: Runtime) -> float:
+def mean_loss(losses: Tensor, runtime: "Runtime") -> float:
     """Mean over all targets, on every rank. losses: as evaluate returns them."""
     return sum(runtime.gather(losses.sum(dtype=torch.float64).item())) / len(losses)
 
 
-def final_losses(model: nn.Module, validation: Validation, runtime: Runtime) -> Tensor:
+def validate(state: TrainingState, validation: Validation) -> float:
+    """Pause the clock, log the validation loss and return it."""
+    hp = state.hp
+    state.stopwatch.pause()
+    losses = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
+    loss = mean_loss(losses, state.runtime)
+    score, times = validation.format(loss), state.stopwatch.report(state.step)
+    state.runtime.log(f"step:{state.step}/{hp.iterations} {score} {times}")
+    return loss
+
+
+def final_losses(model: nn.Module, validation: Validation, runtime: "Runtime") -> Tensor:
     """Losses of the final score, as evaluate returns them. Test-time training belongs here."""
     hp, tokens = validation.hp, validation.tokens
     hints = ngram_hints(tokens, hp, runtime) if hp.tilt_boost > 0 else None
@@ -1302,7 +1225,28 @@ def final_losses(model: nn.Module, validation: Validation, runtime: Runtime) -> 
     return evaluate(model, tokens, stride, hp, runtime, hints)
 
 
-# ---- Test-time training ----------
+# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
+# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
+def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
+    """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
+    ids = [*range(tokenizer.vocab_size())]
+    others = (tokenizer.IsControl(ids), tokenizer.IsUnknown(ids), tokenizer.IsUnused(ids))
+    has_text = ~np.any(others, axis=0)
+    # Without CaseOps's marks of Capital and CAPITALS. "\u2581" is SentencePiece's mark of a space.
+    pieces = [piece.translate({1: None, 2: None}) for piece in tokenizer.IdToPiece(ids)]
+    leading_space = np.array([piece.startswith("\u2581") for piece in pieces]) & has_text
+    lengths = [len(p.removeprefix("\u2581").replace("\u2581", " ").encode()) for p in pieces]
+    num_bytes = np.where(tokenizer.IsByte(ids), 1, lengths) * has_text
+    before, targets = tokens[:-1], tokens[1:]
+    total = num_bytes[targets].sum() + (leading_space[targets] & has_text[before]).sum()
+    first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
+    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # a space is these bytes
+        is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
+        total -= (3 - has_text[before[:-2]][is_space]).sum()
+    return int(total)
+
+
+# ---- Test-time training ---------
 # Adapters for each document (#1530), phases (#1610, #1626), kept A (#1787).
 LORA_ALPHA = 144  # / rank multiplies an adapter's output (LORA_KEEP=1), else its initial A
 LORA_PHASE_TOKENS = 32_768  # tokens in a step of all weights
@@ -1392,7 +1336,7 @@ def score_documents(
 
 
 def train_on_documents(
-    gpt: GPT, model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Runtime
+    gpt: GPT, model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: "Runtime"
 ) -> None:
     """Train gpt's weights on scored tokens by one epoch of SGD. model: gpt, maybe compiled. Any
     number of ranks takes the same steps, up to rounding."""
@@ -1431,7 +1375,7 @@ def split_documents(tokens: Tensor, hp: Hyperparameters) -> list[slice]:
     return sorted(places, key=lambda place: place.stop - place.start, reverse=True)
 
 
-def copy_model(model: nn.Module, hp: Hyperparameters, runtime: Runtime) -> GPT:
+def copy_model(model: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> GPT:
     """A copy of the model's weights, in fp32, with windows of LORA_CONTEXT tokens."""
     trained = next(module for module in model.modules() if isinstance(module, GPT))
     context = hp.lora_context if hp.lora_context > 0 else hp.train_seq_len
@@ -1441,7 +1385,7 @@ def copy_model(model: nn.Module, hp: Hyperparameters, runtime: Runtime) -> GPT:
 
 
 def lora_ttt(
-    model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Runtime, hints: Tensor | None
+    model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: "Runtime", hints: Tensor | None
 ) -> Tensor:
     """Losses as evaluate returns them. A copy of the model scores each document by itself, from
     its BOS to the next one, with adapters that its earlier chunks have trained. Each phase ends
@@ -1486,7 +1430,7 @@ def lora_ttt(
     return losses
 
 
-# ---- Hints -----------------------
+# ---- Hints ----------------------
 # n-gram tilt (#1145, #1514). #2135 counts in the order of the stream, but scores in another.
 def join_equals(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the order that brings equal keys together, oldest first, and for each place in this
@@ -1520,7 +1464,7 @@ def find_hints(inputs: Tensor, targets: Tensor, num_tokens: int, share: float) -
     return hints
 
 
-def ngram_hints(tokens: Tensor, hp: Hyperparameters, runtime: Runtime) -> Tensor:
+def ngram_hints(tokens: Tensor, hp: Hyperparameters, runtime: "Runtime") -> Tensor:
     """The hint of each target, tokens[1:], int64 (n,); -1: none."""
     tokens = tokens.long()
     order = torch.arange(len(tokens) - 1)  # in which targets are counted
@@ -1533,79 +1477,8 @@ def ngram_hints(tokens: Tensor, hp: Hyperparameters, runtime: Runtime) -> Tensor
     return hints
 
 
-# ---- Files -----------------------
-def compress(data: bytes) -> bytes:
-    return zlib.compress(data, 9)
-
-
-def decompress(data: bytes) -> bytes:
-    return lzma.decompress(data) if data.startswith(b"\xfd7zXZ") else zlib.decompress(data)
-
-
-def copy_tensors(value: Any, device: torch.device | str) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), value)
-
-
-def serialize(obj: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(copy_tensors(obj, "cpu"), buffer)  # a view would be saved with its whole storage
-    return buffer.getvalue()
-
-
-def deserialize(data: bytes, name: str) -> dict[str, Any]:
-    """Decompress if needed, then load. Runs no code from the file. Raises InputError on damage."""
-    try:
-        if not data.startswith(b"PK"):  # as files of torch.save do
-            data = decompress(data)
-        if damaged := zipfile.ZipFile(io.BytesIO(data)).testzip():
-            raise ValueError(f"the checksum of {damaged} is wrong")
-        return decode_values(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except Exception as error:  # of any type; torch's text goes on with unsafe advice
-        problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
-        raise InputError(f"{name} is damaged or not a model file: {problem}") from None
-
-
-def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
-    """Load a state_dict. name: of its file, for the error if names or shapes differ."""
-    try:
-        gpt.load_state_dict(weights)
-    except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]
-        advice = "use the script and knobs of its training (final_result.json next to it)"
-        raise InputError(f"{name} does not fit: {advice}: {problem}") from None
-
-
-def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
-    """Load the bytes of an artifact, a checkpoint or a state_dict. name: of the file."""
-    weights = deserialize(data, name)
-    if "__quant_format__" in weights:
-        weights = dequantize_state_dict_int8(weights)
-    elif "optimizers" in weights:
-        weights = weights["model"]
-    load_model(gpt, weights, name)
-
-
-def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
-    """Write a temporary file and rename it. If that fails, log a warning and return False."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # a power cut must not leave an empty file under the new name
-        os.replace(temporary, path)
-        return True
-    except OSError as error:
-        log(f"WARNING: {path} cannot be written: {error.strerror}")
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # leave the space to smaller files
-        return False
-
-
-# ---- Export ----------------------
+# ---- Export ---------------------
 SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
-WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
 INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
 INT8_CLIP_QUANTILE = 0.9999984
 
@@ -1692,7 +1565,15 @@ def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes, str]:
+def compress(data: bytes) -> bytes:
+    return zlib.compress(data, 9)
+
+
+def decompress(data: bytes) -> bytes:
+    return lzma.decompress(data) if data.startswith(b"\xfd7zXZ") else zlib.decompress(data)
+
+
+def export(gpt: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> tuple[bytes, str]:
     """Quantize and compress the weights. Returns the artifact, and the log's lines about sizes."""
     state_dict = gpt.state_dict()
     obj, stats = quantize_state_dict_int8(state_dict, hp)
@@ -1716,7 +1597,7 @@ def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes
     )
 
 
-# ---- GPTQ ------------------------
+# ---- GPTQ -----------------------
 @torch.no_grad()
 def gather_hessians(gpt: nn.Module, device: torch.device, names: set[str]) -> dict[str, Any]:
     """Sums of x.T @ x and of n, over the inputs x (n, columns) of the weights with these names."""
@@ -1782,7 +1663,7 @@ def gptq_values(weight: Tensor, scale: Tensor, levels: Tensor, hessian: Tensor) 
     return values[order.argsort()].T.to("cpu", torch.int8).contiguous()
 
 
-def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: Runtime) -> None:
+def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: "Runtime") -> None:
     """Replace the plainly rounded values. The scales stay."""
     started = time.perf_counter()
     stacks: dict[tuple[str, int], list[str]] = {}
@@ -1813,7 +1694,7 @@ def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: Runt
     runtime.log(f"gptq_time:{gpt.gptq_ms:.0f}ms")
 
 
-# ---- Entropy coder ---------------
+# ---- Entropy coder --------------
 RANS_LANES = 512  # independent coders: numpy advances them together
 RANS_CLASSES = 96  # classes of values by expected size, which doubles every eight classes
 
@@ -1939,7 +1820,405 @@ def decode_values(obj: dict[str, Any]) -> dict[str, Any]:
     return obj | {"quantized": values}
 
 
-# ---- State -----------------------
+# ---- The run --------------------
+def finish(state: TrainingState, validation: Validation) -> int:
+    """Write the model, then validate it and score its artifact. Returns the exit code."""
+    hp, runtime = state.hp, state.runtime
+    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
+        save_checkpoint(state)
+    state.gpt.load_state_dict(state.gpt.state_dict() | state.ema)
+    artifact, report, checksums, files = runtime.from_rank_0(lambda: write_model(state))
+    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
+    if state.signum:
+        runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
+        signal.raise_signal(state.signum)
+    pre_quant_loss = validate(state, validation)
+    train_ms = state.stopwatch.elapsed_ms()
+    if state.step < hp.iterations:
+        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
+        runtime.log(f"stopping_early: wallclock_cap {end}")
+    if runtime.world_size > 1:
+        own = zipfile.crc32(serialize(state.gpt.state_dict()))
+        same = all(runtime.gather(own == checksums[WEIGHTS]))
+        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
+    if runtime.device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
+    runtime.log(report)
+    load_weights(state.gpt, artifact, "the exported artifact")
+    started = time.perf_counter()
+    loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
+    eval_ms = 1000 * (time.perf_counter() - started)
+    facts = {
+        "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
+        "pre_quant_val_loss": pre_quant_loss,
+        "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
+        "steps": state.step, "train_ms": train_ms,
+        "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
+        "crc32": checksums,
+    }  # fmt: skip
+    files[RESULT] = runtime.from_rank_0(lambda: write_result(state, facts))
+    written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
+    runtime.log(f"files: {shlex.join(written)}")
+    log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
+    return int(not all(files.values()) or not math.isfinite(loss))
+
+
+def run() -> int:
+    hp = Hyperparameters.from_env(os.environ)
+    runtime = open_runtime(hp)
+    prepare_demo(hp, runtime)
+    compare_ranks(hp, runtime)
+    state = TrainingState(hp, runtime)
+    validation = Validation(hp)
+    log_settings(state.gpt, validation, runtime)
+    load_checkpoint(state)
+    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
+    warm_up(state)
+    runtime.from_rank_0(lambda: move_older_files(hp, runtime.log))
+    signum = train(state, validation)
+    if signum > 0:
+        return stop(state, signum)
+    return finish(state, validation)
+
+
+# You can skip the rest at first: it reads knobs, starts processes, keeps files safe.
+
+
+# ---- Knobs ----------------------
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # layers that LORA_SKIP may name
+
+
+def parse_knob(name: str, kind: type, text: str) -> Any:
+    if kind == tuple[str, ...]:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    try:
+        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+    except (KeyError, TypeError, ValueError):
+        value = None
+    if value is None or (kind is float and not math.isfinite(value)):
+        kinds = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
+        wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
+        raise InputError(f"{name.upper()}={text!r} must be {wanted}")
+    return value
+
+
+# ---- Runtime --------------------
+@dataclass
+class Log:
+    """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
+
+    waiting: list[str] = field(default_factory=list)
+    file: TextIO | None = None
+    is_terminal: bool = False
+
+    def open(self, hp: Hyperparameters, source: bytes) -> None:
+        """Call this late, so that an input error leaves no file."""
+        path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
+        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
+        gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            print(source.decode(), "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
+        except OSError as error:
+            raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
+        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        for line in (str(path), *self.waiting):
+            self(line)
+
+    def __call__(self, line: str) -> None:
+        if self.file is None:
+            self.waiting.append(line)
+            return
+        with contextlib.suppress(OSError):  # a full disk
+            print(line, file=self.file)
+        self.show(f"{line}\n")
+
+    def status(self, text: str) -> None:
+        """Show text on a terminal until the next line."""
+        if self.is_terminal:
+            self.show(text[: (shutil.get_terminal_size().columns or 80) - 1])
+
+    def show(self, text: str) -> None:
+        clear_line = "\r\x1b[K" if self.is_terminal else ""
+        try:
+            print(clear_line + text, end="", flush=True)
+        except OSError:  # the terminal or pipe is gone
+            sys.stdout = None  # else Python would fail at its exit
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process's rank, device and log."""
+
+    rank: int
+    world_size: int  # W
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    compiled: bool
+    source: bytes = b""  # of this file, when the run began
+    log: Log = field(default_factory=Log)
+    started: float = field(default_factory=time.perf_counter)  # in seconds
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        values = [value] * self.world_size
+        if dist.is_initialized():
+            dist.all_gather_object(values, value)
+        return values
+
+    def from_rank_0(self, job: Callable[[], Any]) -> Any:
+        """Call job on rank 0 alone. Returns its result, or raises its user error, on all ranks."""
+        shared: list[Any] = [None]  # broadcast_object_list replaces the items of a list
+        if self.rank == 0:
+            try:
+                shared = [job()]
+            except (InputError, OSError) as error:
+                shared = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared, src=0)
+        if isinstance(shared[0], Exception):
+            raise shared[0]
+        return shared[0]
+
+
+def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
+    """The attention kernels that PyTorch may use, best first."""
+    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
+    cudnn = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
+    return [*cudnn, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        raise InputError(f"no GPU {local_rank}; torch sees {num_gpus} GPUs: set DEVICE=cpu")
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return torch.device("cuda", local_rank)
+
+
+def open_runtime(hp: Hyperparameters) -> Runtime:
+    """Open the device and, under torchrun, the process group."""
+    # Else torch 2.10 to 2.13 lose gradients of parameters that are used in chunks (pytorch 193061).
+    os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
+    distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank = parse_knob("rank", int, os.environ["RANK"]) if distributed else 0
+    world_size = parse_knob("world_size", int, os.environ["WORLD_SIZE"]) if distributed else 1
+    if world_size <= 0 or hp.batch_slots % world_size != 0:
+        raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
+    device = open_device(hp, parse_knob("local_rank", int, os.environ.get("LOCAL_RANK", "0")))
+    on_gpu = device.type == "cuda"
+    if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
+        # Waiting threads spin. If another program takes a core, one thread fewer is faster.
+        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
+    if distributed:
+        try:
+            store, _, _ = next(dist.rendezvous("env://"))
+        except (ValueError, dist.DistError) as error:
+            problem = str(error).partition("\n")[0]
+            raise InputError(f"{problem}: use torchrun, or unset RANK and WORLD_SIZE") from None
+        # After a restart, the old store may hold dead addresses and NCCL's error flag.
+        store.delete_key("exception_dump")
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        # gloo syncs the clock on the CPU, so that the GPU queue never drains.
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.barrier()
+    auto = "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    dtype = DTYPES[auto if hp.dtype == "auto" else hp.dtype]
+    compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
+    return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
+
+
+def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Raise InputError if ranks differ in script, knobs, dtype, torch or sizes of data files."""
+    may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
+    facts = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
+    facts |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
+    paths = filter(os.path.isfile, [*glob.glob(hp.files("*")), hp.tokenizer_path])
+    facts["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
+    first, *others = runtime.gather(facts)
+    for rank, other in enumerate(others, start=1):
+        if differ := [name for name in first | other if first.get(name) != other.get(name)]:
+            raise InputError(f"ranks 0 and {rank} differ in {', '.join(differ)}: make these equal")
+
+
+def wrap(gpt: GPT, compiled: bool) -> nn.Module:
+    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
+    model: nn.Module = gpt
+    if compiled:
+        torch._dynamo.config.optimize_ddp = gpt.hp.optimize_ddp
+        torch._dynamo.config.recompile_limit = 256  # graphs of all stages, windows and chunks
+        model = torch.compile(gpt, dynamic=False, fullgraph=True)
+    if dist.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
+    return model
+
+
+class Stopwatch:
+    """Wall-clock training time, without pauses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_module = torch.get_device_module(device)
+        self.reset(0.0)
+
+    def reset(self, elapsed_ms: float) -> None:
+        self.before_ms = elapsed_ms
+        self.started: float | None = None  # in seconds; None while it is paused
+        self.last_step: Any = None  # event at its end
+
+    def start(self) -> None:
+        if self.started is None:
+            self.device_module.synchronize()
+            self.started = time.perf_counter()
+
+    def pause(self) -> None:
+        self.device_module.synchronize()
+        self.reset(self.elapsed_ms())
+
+    def lap(self) -> None:
+        """Call after each step. Waits for the step before it: at most one step is queued."""
+        previous = self.last_step
+        self.last_step = self.device_module.Event()
+        self.last_step.record()
+        if previous is not None:
+            previous.synchronize()
+
+    def elapsed_ms(self) -> float:
+        running = 0.0 if self.started is None else time.perf_counter() - self.started
+        return self.before_ms + 1000 * running
+
+    def report(self, step: int) -> str:
+        elapsed_ms = self.elapsed_ms()
+        return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
+
+
+def set_signal_action(action: Any) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
+            signal.signal(signum, action)
+
+
+# ---- Files ----------------------
+WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
+
+
+def copy_tensors(value: Any, device: torch.device | str) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), value)
+
+
+def serialize(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(copy_tensors(obj, "cpu"), buffer)  # a view would be saved with its whole storage
+    return buffer.getvalue()
+
+
+def deserialize(data: bytes, name: str) -> dict[str, Any]:
+    """Decompress if needed, then load. Runs no code from the file. Raises InputError on damage."""
+    try:
+        if not data.startswith(b"PK"):  # as files of torch.save do
+            data = decompress(data)
+        if damaged := zipfile.ZipFile(io.BytesIO(data)).testzip():
+            raise ValueError(f"the checksum of {damaged} is wrong")
+        return decode_values(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    except Exception as error:  # of any type; torch's text goes on with unsafe advice
+        problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+        raise InputError(f"{name} is damaged or not a model file: {problem}") from None
+
+
+def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
+    """Load a state_dict. name: of its file, for the error if names or shapes differ."""
+    try:
+        gpt.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:300]
+        advice = "use the script and knobs of its training (final_result.json next to it)"
+        raise InputError(f"{name} does not fit: {advice}: {problem}") from None
+
+
+def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
+    """Load the bytes of an artifact, a checkpoint or a state_dict. name: of the file."""
+    weights = deserialize(data, name)
+    if "__quant_format__" in weights:
+        weights = dequantize_state_dict_int8(weights)
+    elif "optimizers" in weights:
+        weights = weights["model"]
+    load_model(gpt, weights, name)
+
+
+def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
+    """Write a temporary file and rename it. If that fails, log a warning and return False."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # a power cut must not leave an empty file under the new name
+        os.replace(temporary, path)
+        return True
+    except OSError as error:
+        log(f"WARNING: {path} cannot be written: {error.strerror}")
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # leave the space to smaller files
+        return False
+
+
+def move_older_files(hp: Hyperparameters, log: Log) -> None:
+    """Move an older run's files, if any, to previous/, as a set: first of all its score."""
+    paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
+    has_model = any(path.is_file() for path in paths[1:])  # else only a score; its model moved
+    try:
+        for path in paths:
+            kept = path.parent / "previous" / path.name
+            if path.is_file():
+                os.renames(path, kept)
+            elif has_model:
+                kept.unlink(missing_ok=True)
+    except OSError as error:
+        log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
+
+
+def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
+    """Write facts and knobs. A number that is not finite is null: NaN is not JSON."""
+    facts |= {
+        "model_params": sum(param.numel() for param in state.gpt.parameters()),
+        "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
+        "torch": torch.__version__, "device": str(state.runtime.device),
+        "world_size": state.runtime.world_size, "knobs": asdict(state.hp),
+        "run_seconds": time.perf_counter() - state.runtime.started, "gptq_ms": state.gpt.gptq_ms,
+    }  # fmt: skip
+    data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
+    return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
+
+
+def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
+    """Write weights and artifact. Returns artifact, report, checksums, files it wrote."""
+    hp, log = state.hp, state.runtime.log
+    move_older_files(hp, log)  # of another run, at the same time
+    weights = serialize(state.gpt.state_dict())
+    checksums = {WEIGHTS: zipfile.crc32(weights)}
+    write_result(state, {"crc32": checksums})
+    files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
+    artifact, report = export(state.gpt, hp, state.runtime)
+    checksums[ARTIFACT] = zipfile.crc32(artifact)
+    write_result(state, {"crc32": checksums})
+    files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
+    return artifact, report, checksums, files
+
+
+# ---- Checkpoints ----------------
+# Not from a checkpoint:
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps", "weight_decay")
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
     """Restore a saved state_dict, except OPTIMIZER_KNOBS. keep_dtypes: undo torch's cast."""
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
@@ -1950,75 +2229,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bo
         for i, values in saved["state"].items():
             state = optimizer.state[params[i]]
             state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
-
-
-class TrainingState:
-    """All that a step reads or changes. An average of the weights, for example, belongs here."""
-
-    def __init__(self, hp: Hyperparameters, runtime: Runtime) -> None:
-        random.seed(hp.seed)
-        np.random.seed(hp.seed)
-        torch.manual_seed(hp.seed)  # CPU and CUDA
-        self.hp = hp
-        self.runtime = runtime
-        place = (runtime.rank, runtime.world_size, runtime.device)
-        self.loader = LOADERS[hp.shuffle](hp.files("train"), *place, hp.vocab_size)
-        self.loader.seed = hp.seed
-        self.gpt = GPT(hp, runtime.dtype).to(runtime.device)
-        self.optimizers = build_optimizers(self.gpt, runtime.compiled)
-        self.model = wrap(self.gpt, runtime.compiled)
-        is_fp16 = runtime.dtype == torch.float16  # small gradients need a scale, else they are 0
-        self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
-        self.stopwatch = Stopwatch(runtime.device)
-        self.step = 0
-        self.train_loss = 0.0  # of the last logged step, the mean of all ranks
-        self.signum = 0  # of the first signal that this rank got; 0: none
-        self.ema: dict[str, Tensor] = {}  # fp32 averages of gpt's parameters
-
-    def update_ema(self) -> None:
-        """Average in the weights of a step. Those of n steps ago count decay**n."""
-        decay = self.hp.ema_decay
-        weights = {name: param.detach().float() for name, param in self.gpt.named_parameters()}
-        if not self.ema:
-            self.ema = {name: weight.clone() for name, weight in weights.items()}
-        share = (1 - decay) / (1 - decay**self.step)
-        torch._foreach_lerp_(list(self.ema.values()), list(weights.values()), share)
-
-    def state_dict(self, device: str = "cpu") -> dict[str, Any]:
-        """Copy everything that a resumed run needs and that warm_up restores."""
-        state = {
-            "step": self.step,
-            "train_ms": self.stopwatch.elapsed_ms(),
-            "knobs": asdict(self.hp),
-            "stream": (self.loader.stream.shard, self.loader.stream.position),
-            "sequence": self.loader.sequence,
-            "shards": [len(shard) for shard in self.loader.stream.shards],
-            "model": self.gpt.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "scaler": self.scaler.state_dict(),
-            "ema": self.ema,
-        }
-        return copy_tensors(state, device)
-
-    def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
-        load_model(self.gpt, saved["model"], name)
-        same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
-        for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
-            load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
-        if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
-            self.scaler.load_state_dict(saved["scaler"])
-        stream = self.loader.stream
-        stream.shard, stream.position = saved["stream"]
-        if stream.shard >= len(stream.shards):
-            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
-        self.step = saved["step"]
-        self.loader.sequence = saved["sequence"]
-        self.ema = copy_tensors(saved["ema"], self.runtime.device) if self.hp.ema_decay > 0 else {}
-        self.stopwatch.reset(saved["train_ms"])
-
-    def request_stop(self, signum: int, frame: Any) -> None:
-        """Signal handler: stop after the current step. Further signals change nothing."""
-        self.signum = self.signum or signum
 
 
 def save_checkpoint(state: TrainingState) -> bool:
@@ -2077,117 +2287,6 @@ def load_checkpoint(state: TrainingState) -> None:
     log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
 
 
-# ---- Training --------------------
-def train_step(state: TrainingState) -> Tensor:
-    """Take one optimizer step. Returns the mean loss of this rank's tokens."""
-    hp = state.hp
-    grad_accum_steps = hp.batch_slots // state.runtime.world_size
-    total_loss = torch.zeros((), device=state.runtime.device)
-    state.gpt.zero_grad()
-    for micro_step in range(grad_accum_steps):
-        # Each slot has its own seed, so that any number of ranks draws the same dropout.
-        slot = micro_step * state.runtime.world_size + state.runtime.rank
-        torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
-        if dist.is_initialized():
-            # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
-            # only: one exchange a step. It reads this flag in its forward pass.
-            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-        row = hp.train_batch_tokens // hp.batch_slots if hp.whole_documents else state.gpt.context
-        batch = state.loader.next_batch(hp.train_batch_tokens, row, grad_accum_steps)
-        loss = state.model(*batch) * (1 / grad_accum_steps)
-        state.scaler.scale(loss).backward()
-        total_loss += loss.detach()
-    if hp.grad_clip_norm > 0:
-        max_norm = hp.grad_clip_norm * state.scaler.get_scale()  # gradients are still scaled
-        nn.utils.clip_grad_norm_(state.gpt.parameters(), max_norm)
-    for optimizer in state.optimizers:
-        state.scaler.step(optimizer)  # skipped if gradients are not finite, on all ranks alike
-    state.scaler.update()  # lowers the scale after a skipped step, else sometimes raises it
-    return total_loss
-
-
-def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
-    wanted = state.hp.warmup_steps
-    start = state.state_dict()
-    set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
-    # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
-    num_steps = max(wanted, int(dist.is_initialized()))
-    for step in range(1, num_steps + 1):
-        state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
-        # The warm-up visits all stages, so that the training compiles nothing.
-        set_stage(state.gpt, (step - 1) / max(num_steps - 1, 1))
-        train_step(state)
-        for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
-            if param.requires_grad and param.grad is None:
-                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
-        if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
-            state.runtime.log(f"warmup_step:{step}/{wanted}")
-    state.load_state_dict(start)
-
-
-def validate(state: TrainingState, validation: Validation) -> float:
-    """Pause the clock, log the validation loss and return it."""
-    hp = state.hp
-    state.stopwatch.pause()
-    losses = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
-    loss = mean_loss(losses, state.runtime)
-    score, times = validation.format(loss), state.stopwatch.report(state.step)
-    state.runtime.log(f"step:{state.step}/{hp.iterations} {score} {times}")
-    return loss
-
-
-def set_signal_action(action: Any) -> None:
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
-            signal.signal(signum, action)
-
-
-def log_step(state: TrainingState, rank_loss: Tensor) -> None:
-    """Log a step that is due. Show the step and the time left on a terminal."""
-    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
-    name = f"step:{state.step}/{hp.iterations}"
-    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
-        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
-    elapsed_ms = stopwatch.elapsed_ms()
-    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
-    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
-    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
-
-
-def train(state: TrainingState, validation: Validation) -> int:
-    """Train up to a limit or a signal. Returns the signal's number; 0: none."""
-    hp, gather = state.hp, state.runtime.gather
-    set_signal_action(state.request_stop)
-    while True:  # all exits are at the top, where all ranks agree
-        clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
-        elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
-        set_stage(state.gpt, progress(hp, state.step, elapsed_ms))
-        if state.step >= hp.iterations or 0 < 1000 * hp.max_wallclock_seconds <= elapsed_ms:
-            state.stopwatch.pause()
-            return 0  # a finished run is exported, whatever its loss
-        if not math.isfinite(state.train_loss):
-            advice = "check the model and DTYPE" if state.step == 1 else "set lower learning rates"
-            raise InputError(f"train_loss is {state.train_loss}: {advice}")
-        if signum > 0:
-            return signum
-        if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
-            validate(state, validation)
-        state.stopwatch.start()
-        factor = max(lr_factor(hp, state.step, elapsed_ms), hp.min_lr)
-        set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
-        rank_loss = train_step(state)
-        state.stopwatch.lap()
-        state.step += 1
-        if hp.ema_decay > 0:
-            state.update_ema()
-        log_step(state, rank_loss)
-        if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
-            save_checkpoint(state)
-
-
-# ---- End of a run ----------------
 def stop(state: TrainingState, signum: int) -> int:
     """Save a checkpoint after a signal. Returns the exit code."""
     command = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
@@ -2196,127 +2295,7 @@ def stop(state: TrainingState, signum: int) -> int:
     return 128 + signum
 
 
-def log_warnings(validation: Validation, runtime: Runtime) -> None:
-    """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
-    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
-    for name in sorted(os.environ.keys() - {*knobs}):
-        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
-            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
-    if not validation.is_tokenizer_right:
-        runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
-    if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
-        runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
-
-
-def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
-    """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
-    log_warnings(validation, runtime)
-    stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
-    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}")
-    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
-
-
-def move_older_files(hp: Hyperparameters, log: Log) -> None:
-    """Move an older run's files, if any, to previous/, as a set: first of all its score."""
-    paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
-    has_model = any(path.is_file() for path in paths[1:])  # else only a score; its model moved
-    try:
-        for path in paths:
-            kept = path.parent / "previous" / path.name
-            if path.is_file():
-                os.renames(path, kept)
-            elif has_model:
-                kept.unlink(missing_ok=True)
-    except OSError as error:
-        log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
-
-
-def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
-    """Write facts and knobs. A number that is not finite is null: NaN is not JSON."""
-    facts |= {
-        "model_params": sum(param.numel() for param in state.gpt.parameters()),
-        "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
-        "torch": torch.__version__, "device": str(state.runtime.device),
-        "world_size": state.runtime.world_size, "knobs": asdict(state.hp),
-        "run_seconds": time.perf_counter() - state.runtime.started, "gptq_ms": state.gpt.gptq_ms,
-    }  # fmt: skip
-    data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
-    return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
-
-
-def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
-    """Write weights and artifact. Returns artifact, report, checksums, files it wrote."""
-    hp, log = state.hp, state.runtime.log
-    move_older_files(hp, log)  # of another run, at the same time
-    weights = serialize(state.gpt.state_dict())
-    checksums = {WEIGHTS: zipfile.crc32(weights)}
-    write_result(state, {"crc32": checksums})
-    files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
-    artifact, report = export(state.gpt, hp, state.runtime)
-    checksums[ARTIFACT] = zipfile.crc32(artifact)
-    write_result(state, {"crc32": checksums})
-    files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
-    return artifact, report, checksums, files
-
-
-def finish(state: TrainingState, validation: Validation) -> int:
-    """Write the model, then validate it and score its artifact. Returns the exit code."""
-    hp, runtime = state.hp, state.runtime
-    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
-        save_checkpoint(state)
-    state.gpt.load_state_dict(state.gpt.state_dict() | state.ema)
-    artifact, report, checksums, files = runtime.from_rank_0(lambda: write_model(state))
-    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
-    if state.signum:
-        runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
-        signal.raise_signal(state.signum)
-    pre_quant_loss = validate(state, validation)
-    train_ms = state.stopwatch.elapsed_ms()
-    if state.step < hp.iterations:
-        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
-        runtime.log(f"stopping_early: wallclock_cap {end}")
-    if runtime.world_size > 1:
-        own = zipfile.crc32(serialize(state.gpt.state_dict()))
-        same = all(runtime.gather(own == checksums[WEIGHTS]))
-        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
-    if runtime.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
-    runtime.log(report)
-    load_weights(state.gpt, artifact, "the exported artifact")
-    started = time.perf_counter()
-    loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
-    eval_ms = 1000 * (time.perf_counter() - started)
-    facts = {
-        "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
-        "pre_quant_val_loss": pre_quant_loss,
-        "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
-        "steps": state.step, "train_ms": train_ms,
-        "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
-        "crc32": checksums,
-    }  # fmt: skip
-    files[RESULT] = runtime.from_rank_0(lambda: write_result(state, facts))
-    written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
-    runtime.log(f"files: {shlex.join(written)}")
-    log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
-    return int(not all(files.values()) or not math.isfinite(loss))
-
-
-# ---- main ------------------------
-def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Build the demo's data, unless they exist or other paths are set."""
-    demo_paths = (DEMO["DATA_PATH"], DEMO["TOKENIZER_PATH"])
-    if hp.preset != "demo" or (hp.data_path, hp.tokenizer_path) != demo_paths:
-        return
-    builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
-    builder = next(filter(Path.is_file, builders), builders[0])
-    command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise InputError(f"PRESET=demo: {result.stderr.strip()}")
-    runtime.log(result.stdout.rstrip())
-
-
+# ---- Log lines ------------------
 def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     hp = gpt.hp
     cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
@@ -2345,22 +2324,60 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     log_warnings(validation, runtime)
 
 
-def run() -> int:
-    hp = Hyperparameters.from_env(os.environ)
-    runtime = open_runtime(hp)
-    prepare_demo(hp, runtime)
-    compare_ranks(hp, runtime)
-    state = TrainingState(hp, runtime)
-    validation = Validation(hp)
-    log_settings(state.gpt, validation, runtime)
-    load_checkpoint(state)
-    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
-    warm_up(state)
-    runtime.from_rank_0(lambda: move_older_files(hp, runtime.log))
-    signum = train(state, validation)
-    if signum > 0:
-        return stop(state, signum)
-    return finish(state, validation)
+def log_warnings(validation: Validation, runtime: Runtime) -> None:
+    """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
+    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
+    for name in sorted(os.environ.keys() - {*knobs}):
+        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
+            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+    if not validation.is_tokenizer_right:
+        runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
+    if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
+        runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
+
+
+def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
+    """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
+    log_warnings(validation, runtime)
+    stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
+    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}")
+    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
+
+
+def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
+    """Check that nine tenths of the first 100 documents survive decoding and re-encoding."""
+    tokens = tokens[tokens != tokenizer.eos_id()]  # other tools end documents with it
+    starts = np.flatnonzero(tokens == tokenizer.bos_id())[:101]
+    documents = [document[1:2001].tolist() for document in np.split(tokens, starts)[1:101]]
+    same = []
+    for i, ids in enumerate(documents):
+        if tokenizer.unk_id() not in ids:  # <unk> lost its text
+            is_cut = len(ids) == 2000 or i == len(starts) - 1
+            kept = len(ids) // 2 if is_cut else len(ids)  # a cut may change the tokens before it
+            same.append(tokenizer.encode(tokenizer.decode(ids))[:kept] == ids[:kept])
+    return len(starts) > 0 and 10 * sum(same) >= 9 * len(same)
+
+
+# ---- main -----------------------
+WAYS_TO_DATA = """\
+  get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
+  or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
+  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata
+  for a record:    see tests/records/README.md"""
+
+
+def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Build the demo's data, unless they exist or other paths are set."""
+    demo_paths = (DEMO["DATA_PATH"], DEMO["TOKENIZER_PATH"])
+    if hp.preset != "demo" or (hp.data_path, hp.tokenizer_path) != demo_paths:
+        return
+    builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
+    builder = next(filter(Path.is_file, builders), builders[0])
+    command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise InputError(f"PRESET=demo: {result.stderr.strip()}")
+    runtime.log(result.stdout.rstrip())
 
 
 def leave(job: Callable[[], int]) -> NoReturn:
