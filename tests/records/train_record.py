@@ -4,7 +4,8 @@
     PRESET=demo XSA_LAYERS=4 python tests/records/train_record.py
     python tests/records/train_record.py --help               all knobs
 
-With no such knob it does what train_gpt.py does, bit for bit. README.md is about the techniques.
+With no such knob it does, on a CPU bit for bit, what train_gpt.py does. README.md is about the
+techniques.
 
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
 
@@ -15,6 +16,7 @@ K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (pro
 import contextlib
 import difflib
 import glob
+import importlib.util
 import inspect
 import io
 import json
@@ -120,6 +122,7 @@ class Hyperparameters:
     int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
     # techniques, off by default: training
     optimize_ddp: bool = True  # compile a graph for each of DDP's buckets, else one graph
+    flash_attention: int = 0  # 3: FlashAttention 3 (package flash-attn-3) on Hopper; 0: PyTorch's
     shuffle: bool = False  # read the sequences in a random order
     document_mask: bool = False  # a token sees only its own document
     whole_documents: bool = False  # in training, cut only between documents or after T tokens
@@ -189,6 +192,13 @@ class Hyperparameters:
         numbers = [[parse_knob("context_growth", float, text) for text in pair] for pair in pairs]
         stages = [(round(part * self.train_seq_len), min(end, 1.0)) for part, end in numbers]
         return [*stages, (self.train_seq_len, math.inf)]
+
+    def stage_starts(self) -> list[float]:
+        """The progress (see progress) at which each stage of the training begins."""
+        starts = [end for _, end in self.context_stages()]
+        if self.loop_layers > 0:
+            starts.append(self.loop_from)
+        return [0.0, *sorted({start for start in starts if 0 < start < 1})]
 
     def layer_order(self, is_looping: bool) -> list[int]:
         """The order in which a forward pass goes through the layers."""
@@ -262,6 +272,7 @@ class Hyperparameters:
             (("loop_layers", "muon_weight_decay", "embed_weight_decay", "adam_weight_decay",
               "lora_phase_lr"), lambda x: x >= 0, "0 or more"),
             (["ema_decay"], lambda x: x < 1, "below 1"),
+            (["flash_attention"], lambda x: x <= 0 or x == 3, "0 or 3"),
             (["loop_from"], lambda x: 0 <= x < 1, "at least 0 and below 1"),
             (["rope_fraction", "min_lr", "tilt_share"], lambda x: 0 <= x <= 1, "0 to 1"),
             (["smear_channels"], lambda x: x <= self.model_dim, "at most MODEL_DIM"),
@@ -336,6 +347,9 @@ PRESETS = {
 # dtypes: activations, the embedding and Muon's updates are bf16 on a GPU that has it, else fp32.
 # Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32. With
 # DTYPE=fp16 only activations are fp16: Muon and GradScaler need a wider range of exponents.
+BOS = 1  # the token that starts a document; Validation compares it with the tokenizer's
+
+
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
@@ -364,14 +378,15 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, flash_attention: int = 0) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
     if q.device.type == "cuda" and q.dtype != torch.bfloat16:
         # Without bf16, only MATH may group queries, and it stores all scores.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
-    with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
+    backends = attention_backends(q.device, q.size(2), flash_attention)
+    with sdpa_kernel(backends, set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2)
 
@@ -385,11 +400,11 @@ class Documents(NamedTuple):
 
 def find_documents(input_ids: Tensor, longest: int, is_flash: bool) -> tuple[Documents, Tensor]:
     """Find the documents in the rows of input_ids (B, T), and each token's position in its own
-    (B, T). Each BOS (token 1) starts a document, and a longer one than `longest` is cut (#1530)."""
+    (B, T). Each BOS starts a document, and a longer one than `longest` is cut (#1530)."""
     B, T = input_ids.shape
     n = max(T // 32, 2)  # documents per row: constant, so that shapes never change
     places = torch.arange(T, device=input_ids.device)
-    docs = F.pad((input_ids[:, 1:] == 1).cumsum(dim=1), (1, 0))
+    docs = F.pad((input_ids[:, 1:] == BOS).cumsum(dim=1), (1, 0))
     docs = docs.clamp(max=n - 1)  # the last one includes all further documents of the row
     is_first = F.pad(docs.diff(dim=1) > 0, (1, 0), value=True)
     positions = (places - (is_first * places).cummax(dim=1).values) % longest
@@ -438,6 +453,7 @@ class CausalSelfAttention(nn.Module):
         self.num_heads = hp.num_heads
         self.num_kv_heads = hp.num_kv_heads
         self.is_exclusive = layer >= hp.num_layers - hp.xsa_layers
+        self.flash_attention = hp.flash_attention
         self.c_q = CastedLinear(D, D, bias=False)
         self.c_k = CastedLinear(D, kv_dim, bias=False)
         self.c_v = CastedLinear(D, kv_dim, bias=False)
@@ -458,7 +474,10 @@ class CausalSelfAttention(nn.Module):
         q = apply_rotary(rms_norm(q), cos, sin)
         k = apply_rotary(rms_norm(k), cos, sin)
         q = q * self.q_gain.to(x.dtype)[:, None]
-        y = attend(q, k, v) if documents is None else attend_within(documents, q, k, v)
+        if documents is None:
+            y = attend(q, k, v, self.flash_attention)
+        else:
+            y = attend_within(documents, q, k, v)
         if self.is_exclusive:
             y = exclude_own_value(y, v)
         if self.gate_max > 0:
@@ -544,7 +563,6 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.context = hp.train_seq_len  # tokens of a training sequence; set_stage changes it
         self.set_looping(True)  # a finished model loops; set_stage sets it in a run
-        self.gptq_ms = 0.0  # time that GPTQ took in the export
         self.tok_emb = nn.Embedding(hp.vocab_size, D)
         if hp.smear_channels > 0:  # a weight per channel, and a factor that starts at zero
             self.smear_gate = nn.Parameter(torch.zeros(hp.smear_channels + 1))
@@ -639,11 +657,11 @@ class GPT(nn.Module):
         return (self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()
 
     def smear(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        """Mix the token before into each of x (B, T, D), but not into BOS, token 1 (#1667)."""
+        """Mix the token before into each of x (B, T, D), but not into BOS (#1667)."""
         channels = self.hp.smear_channels
         weights, factor = self.smear_gate.to(x.dtype).split((channels, 1))
         gate = factor * torch.sigmoid(x[..., :channels] @ weights)[..., None]
-        return x + gate * (input_ids != 1)[..., None] * F.pad(x[:, :-1], (0, 0, 1, 0))
+        return x + gate * (input_ids != BOS)[..., None] * F.pad(x[:, :-1], (0, 0, 1, 0))
 
     def add_skip(self, x: Tensor, skip: Tensor, row: int, has_lanes: bool = False) -> Tensor:
         if has_lanes:  # the skip enters attention's lane only
@@ -895,7 +913,6 @@ class DistributedTokenLoader:
     """Gives each rank its own part of one token stream. A step reads the same tokens for any W."""
 
     sequence = 0  # with SHUFFLE, index of the next step's first sequence in the run
-    seed = 0  # with SHUFFLE, seed of the order
 
     def __init__(
         self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
@@ -930,7 +947,21 @@ def shuffle(index: int, n: int, seed: str) -> int:
 
 class ShuffledTokenLoader(DistributedTokenLoader):
     """Gives each rank its part of a step's sequences of T + 1 tokens. Any number of ranks reads the
-    same step. Each epoch has all sequences once, in a new random order (#726, #1394)."""
+    same step. Each epoch has all sequences once, in a new random order (#726, #1394). If T grows
+    (CONTEXT_GROWTH), the epoch goes on in an order of longer sequences, so some of its tokens may
+    come twice and others not at all."""
+
+    def __init__(
+        self,
+        pattern: str,
+        rank: int,
+        world_size: int,
+        device: Any,
+        vocab_size: int = 2**16,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(pattern, rank, world_size, device, vocab_size)
+        self.seed = seed
 
     def next_batch(
         self, global_tokens: int, seq_len: int, grad_accum_steps: int
@@ -958,7 +989,14 @@ class ShuffledTokenLoader(DistributedTokenLoader):
         return self.stream.take(seq_len + 1)
 
 
-LOADERS = {False: DistributedTokenLoader, True: ShuffledTokenLoader}  # by the knob SHUFFLE
+def open_loader(
+    hp: Hyperparameters, rank: int, world_size: int, device: torch.device, seed: int
+) -> DistributedTokenLoader:
+    """A loader of the train shards. seed: of the order, with SHUFFLE."""
+    place = (hp.files("train"), rank, world_size, device, hp.vocab_size)
+    if hp.shuffle:
+        return ShuffledTokenLoader(*place, seed)
+    return DistributedTokenLoader(*place)
 
 
 # ---- Training -------------------
@@ -972,8 +1010,7 @@ class TrainingState:
         self.hp = hp
         self.runtime = runtime
         place = (runtime.rank, runtime.world_size, runtime.device)
-        self.loader = LOADERS[hp.shuffle](hp.files("train"), *place, hp.vocab_size)
-        self.loader.seed = hp.seed
+        self.loader = open_loader(hp, *place, hp.seed)
         self.gpt = GPT(hp, runtime.dtype).to(runtime.device)
         self.optimizers = build_optimizers(self.gpt, runtime.compiled)
         self.model = wrap(self.gpt, runtime.compiled)
@@ -1091,16 +1128,19 @@ def train(state: TrainingState, validation: "Validation") -> int:
 
 
 def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
+    """Take WARMUP_STEPS steps, at least one for each stage, which compile the training graphs, then
+    restore the state."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
     # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
     num_steps = max(wanted, int(dist.is_initialized()))
+    # The warm-up visits all stages, so that the training compiles nothing.
+    starts = state.hp.stage_starts()
+    num_steps = max(num_steps, len(starts) if wanted > 0 else 0)
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
-        # The warm-up visits all stages, so that the training compiles nothing.
-        set_stage(state.gpt, (step - 1) / max(num_steps - 1, 1))
+        set_stage(state.gpt, starts[(step - 1) * len(starts) // num_steps])
         train_step(state)
         for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
             if param.requires_grad and param.grad is None:
@@ -1135,9 +1175,10 @@ class Validation:
             tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
         except (OSError, RuntimeError) as error:
             raise InputError(f"{knob}: {error}\n{WAYS_TO_DATA}") from None
-        if tokenizer.bos_id() != 1 and (hp.document_mask or hp.smear_channels > 0):
+        self.bos = tokenizer.bos_id()
+        if self.bos != BOS and (hp.document_mask or hp.smear_channels > 0):
             advice = "set DOCUMENT_MASK=0 and SMEAR_CHANNELS=0, or another tokenizer"
-            raise InputError(f"{knob}: its BOS is not 1: {advice}")
+            raise InputError(f"{knob}: its BOS is not {BOS}: {advice}")
         size = tokenizer.vocab_size()
         if size != hp.vocab_size:
             advice = f"set TOKENIZER_PATH to the shards' tokenizer, or VOCAB_SIZE={size}"
@@ -1218,9 +1259,10 @@ def validate(state: TrainingState, validation: Validation) -> float:
 def final_losses(model: nn.Module, validation: Validation, runtime: "Runtime") -> Tensor:
     """Losses of the final score, as evaluate returns them. Test-time training belongs here."""
     hp, tokens = validation.hp, validation.tokens
-    hints = ngram_hints(tokens, hp, runtime) if hp.tilt_boost > 0 else None
+    documents = split_documents(tokens, validation.bos) if hp.lora_rank > 0 else []
+    hints = ngram_hints(tokens, documents, hp, runtime) if hp.tilt_boost > 0 else None
     if hp.lora_rank > 0:
-        return lora_ttt(model, tokens, hp, runtime, hints)
+        return lora_ttt(model, tokens, documents, hp, runtime, hints)
     stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
     return evaluate(model, tokens, stride, hp, runtime, hints)
 
@@ -1365,9 +1407,8 @@ def train_on_documents(
     gpt.requires_grad_(False)
 
 
-def split_documents(tokens: Tensor, hp: Hyperparameters) -> list[slice]:
+def split_documents(tokens: Tensor, bos: int) -> list[slice]:
     """Split the targets, tokens[1:], after each BOS: places of documents, longest first."""
-    bos = SentencePieceProcessor(model_file=hp.tokenizer_path).bos_id()
     starts = np.flatnonzero(tokens[1:-1].numpy().astype(np.uint16) == bos) + 1
     bounds = [0, *starts.tolist(), len(tokens) - 1]
     places = [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -1385,12 +1426,16 @@ def copy_model(model: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> GPT
 
 
 def lora_ttt(
-    model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: "Runtime", hints: Tensor | None
+    model: nn.Module,
+    tokens: Tensor,
+    places: list[slice],
+    hp: Hyperparameters,
+    runtime: "Runtime",
+    hints: Tensor | None,
 ) -> Tensor:
     """Losses as evaluate returns them. A copy of the model scores each document by itself, from
     its BOS to the next one, with adapters that its earlier chunks have trained. Each phase ends
-    with steps of the copy's weights on all documents scored so far."""
-    places = split_documents(tokens, hp)
+    with steps of the copy's weights on all documents scored so far. places: of the documents."""
     n = min(max(hp.lora_documents, 1), len(places))
     groups = [places[i : i + n] for i in range(0, len(places), n)]
     phases = range(max(hp.lora_phases, 0) + 1)
@@ -1464,12 +1509,14 @@ def find_hints(inputs: Tensor, targets: Tensor, num_tokens: int, share: float) -
     return hints
 
 
-def ngram_hints(tokens: Tensor, hp: Hyperparameters, runtime: "Runtime") -> Tensor:
+def ngram_hints(
+    tokens: Tensor, documents: list[slice], hp: Hyperparameters, runtime: "Runtime"
+) -> Tensor:
     """The hint of each target, tokens[1:], int64 (n,); -1: none."""
     tokens = tokens.long()
     order = torch.arange(len(tokens) - 1)  # in which targets are counted
     if hp.lora_rank > 0 and hp.tilt_order == "decoding":  # one document after the other
-        order = torch.cat([order[place] for place in split_documents(tokens, hp)])
+        order = torch.cat([order[place] for place in documents])
     pair = (upload(part, runtime.device) for part in (tokens[order], tokens[order + 1]))
     hints = torch.empty_like(order)
     hints[order] = find_hints(*pair, hp.tilt_tokens, hp.tilt_share).cpu()
@@ -1573,19 +1620,21 @@ def decompress(data: bytes) -> bytes:
     return lzma.decompress(data) if data.startswith(b"\xfd7zXZ") else zlib.decompress(data)
 
 
-def export(gpt: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> tuple[bytes, str]:
-    """Quantize and compress the weights. Returns the artifact, and the log's lines about sizes."""
+def export(gpt: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> tuple[bytes, str, float]:
+    """Quantize and compress the weights. Returns the artifact, the log's lines about sizes, and
+    the milliseconds that GPTQ took."""
     state_dict = gpt.state_dict()
     obj, stats = quantize_state_dict_int8(state_dict, hp)
+    gptq_ms = 0.0
     if hp.gptq_batches > 0 and glob.glob(hp.files("train")):
-        round_by_gptq(gpt, state_dict, obj, runtime)
+        gptq_ms = round_by_gptq(gpt, state_dict, obj, runtime)
     raw = serialize(obj)
     artifact = lzma.compress(serialize(encode_values(obj))) if hp.rans else compress(raw)
     plain = len(serialize(state_dict))
     code = len(runtime.source)
     payload = stats["int8_payload_bytes"]
     total = len(artifact) + code
-    return artifact, (
+    report = (
         f"Serialized model: {plain} bytes\n"
         f"Code size: {code} bytes\n"
         f"Total submission size: {plain + code} bytes\n"
@@ -1595,6 +1644,7 @@ def export(gpt: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> tuple[byt
         f"size_check:{'fits' if total <= SIZE_LIMIT else 'too_large'} limit:{SIZE_LIMIT} "
         f"bytes_left:{SIZE_LIMIT - total}"
     )
+    return artifact, report, gptq_ms
 
 
 # ---- GPTQ -----------------------
@@ -1615,7 +1665,7 @@ def gather_hessians(gpt: nn.Module, device: torch.device, names: set[str]) -> di
             hessians[layers[layer]] = x.T @ x + hessian, n + len(x)
 
     # Rank 0 reads all tokens itself, so that any number of ranks gives the same artifact.
-    loader = LOADERS[hp.shuffle](hp.files("train"), 0, 1, device, hp.vocab_size)
+    loader = open_loader(hp, rank=0, world_size=1, device=device, seed=0)
     gpt.eval()
     try:
         with nn.modules.module.register_module_forward_pre_hook(add_input):
@@ -1631,10 +1681,14 @@ def gather_hessians(gpt: nn.Module, device: torch.device, names: set[str]) -> di
 def find_salient(weights: dict, stacks: dict, hessians: dict, n: int) -> tuple[str, int]:
     """Find the matrix, and there the first of n adjacent columns, with the largest sum of the root
     mean square of the inputs times the mean absolute weight (AWQ, Lin et al., 2023)."""
+    if n <= 0:
+        return "", 0
     found = []
     for (first, _), names in stacks.items():
         size = (hessians[first][0].diagonal() / hessians[first][1]).sqrt().cpu()
-        for name in names if len(size) >= n > 0 and "blocks." in first else ():
+        if "blocks." not in first or len(size) < n:
+            continue
+        for name in names:
             sums = (size * weights[name].abs().mean(dim=0)).unfold(0, n, n).sum(dim=1)
             found.append((sums.max().item(), name, n * int(sums.argmax())))
     return max(found, default=(0, "", 0))[1:]
@@ -1663,8 +1717,8 @@ def gptq_values(weight: Tensor, scale: Tensor, levels: Tensor, hessian: Tensor) 
     return values[order.argsort()].T.to("cpu", torch.int8).contiguous()
 
 
-def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: "Runtime") -> None:
-    """Replace the plainly rounded values. The scales stay."""
+def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: "Runtime") -> float:
+    """Replace the plainly rounded values. The scales stay. Returns the time in milliseconds."""
     started = time.perf_counter()
     stacks: dict[tuple[str, int], list[str]] = {}
     for name in obj["quantized"]:
@@ -1690,8 +1744,9 @@ def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: "Run
                 obj["awq"] = [(salient, start, start + n, 127 // levels)]
     except RuntimeError as error:  # no memory, or a Hessian that is not finite
         runtime.log(f"WARNING: GPTQ failed, plain rounding for the rest: {error}")
-    gpt.gptq_ms = 1000 * (time.perf_counter() - started)
-    runtime.log(f"gptq_time:{gpt.gptq_ms:.0f}ms")
+    gptq_ms = 1000 * (time.perf_counter() - started)
+    runtime.log(f"gptq_time:{gptq_ms:.0f}ms")
+    return gptq_ms
 
 
 # ---- Entropy coder --------------
@@ -1735,35 +1790,34 @@ class ValueClasses:
         self.count += 1
 
 
-def encode_values(obj: dict[str, Any]) -> dict[str, Any]:
-    """Replace the quantized values by one rANS stream (Duda, 2013), with frequencies for each class
-    of values. A row that resembles an earlier one is stored as the difference."""
-    if not obj["quantized"]:
-        return obj
-    coded, sides, crc = [], [], 0
-    counts = np.zeros((RANS_CLASSES, 256), np.int64)
-    for values in obj["quantized"].values():
-        rows = as_rows(values.numpy())
-        best, weights = find_references(rows)
-        prediction = (weights[:, None].astype(np.int16) * rows[best] + 8) >> 4
-        rest = (rows - prediction).astype(np.int8)  # modulo 256
-        sizes = np.log2(np.abs(rest.astype(np.int16)).mean(1).clip(1 / 16))
-        middle = np.median(sizes)  # from there in steps of two: most rows share one level
-        levels = (32 + round(8 * middle) + 2 * (4 * (sizes - middle)).round()).astype(np.int8)
-        model = ValueClasses(rows.shape[1])
-        classes = np.empty(rows.shape, np.uint8)
-        for row, level, row_classes in zip(rest, levels.tolist(), classes, strict=True):
-            row_classes[:] = model.next_row(level)
-            model.add(row, level)
-        symbols = rest.view(np.uint8)
-        np.add.at(counts, (classes, symbols), 1)
-        coded.append((symbols, classes))
-        sides.append((best, weights, levels))
-        crc = zlib.crc32(rows, crc)
-    # The frequencies of a class add up to 2**16, and no symbol in use has 0.
+def code_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
+    """Return a matrix's symbols, their classes, and for each row what the decoder needs: an earlier
+    row like it, this one's weight, and the level of the rest. The symbols are the rest."""
+    best, weights = find_references(rows)
+    prediction = (weights[:, None].astype(np.int16) * rows[best] + 8) >> 4
+    rest = (rows - prediction).astype(np.int8)  # modulo 256
+    sizes = np.log2(np.abs(rest.astype(np.int16)).mean(1).clip(1 / 16))
+    middle = np.median(sizes)  # from there in steps of two: most rows share one level
+    levels = (32 + round(8 * middle) + 2 * (4 * (sizes - middle)).round()).astype(np.int8)
+    model = ValueClasses(rows.shape[1])
+    classes = np.empty(rows.shape, np.uint8)
+    for row, level, row_classes in zip(rest, levels.tolist(), classes, strict=True):
+        row_classes[:] = model.next_row(level)
+        model.add(row, level)
+    return rest.view(np.uint8), classes, (best, weights, levels)
+
+
+def frequency_tables(counts: np.ndarray) -> np.ndarray:
+    """Scale the counts (classes, 256) so that each class adds up to 2**16 and no symbol in use has
+    0."""
     tables = np.maximum((counts << 16) // counts.sum(1, keepdims=True).clip(1), counts > 0)
     for frequencies in tables:
         frequencies[frequencies.argmax()] += 2**16 - frequencies.sum()
+    return tables
+
+
+def encode_stream(coded: list[tuple], tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Encode symbols, given with their classes, by rANS. Returns the last states and the stream."""
     starts = tables.cumsum(1) - tables
     lanes = np.full(RANS_LANES, 2**31)  # states, always at least 2**31 and below 2**63
     words = []  # 32 bits of each state that would become too large
@@ -1778,8 +1832,26 @@ def encode_values(obj: dict[str, Any]) -> dict[str, Any]:
                 words.append(state[is_full].astype("<u4"))
                 state = np.where(is_full, state >> 32, state)
                 lanes[: len(state)] = (state // frequency << 16) + starts[step] + state % frequency
+    return lanes, np.concatenate(words[::-1]).view(np.int32)
+
+
+def encode_values(obj: dict[str, Any]) -> dict[str, Any]:
+    """Replace the quantized values by one rANS stream (Duda, 2013), with frequencies for each class
+    of values. A row that resembles an earlier one is stored as the difference."""
+    if not obj["quantized"]:
+        return obj
+    coded, sides, crc = [], [], 0
+    counts = np.zeros((RANS_CLASSES, 256), np.int64)
+    for values in obj["quantized"].values():
+        rows = as_rows(values.numpy())
+        symbols, classes, side = code_rows(rows)
+        np.add.at(counts, (classes, symbols), 1)
+        coded.append((symbols, classes))
+        sides.append(side)
+        crc = zlib.crc32(rows, crc)
+    tables = frequency_tables(counts)
+    lanes, stream = encode_stream(coded, tables)
     shapes = {name: tuple(values.shape) for name, values in obj["quantized"].items()}
-    stream = np.concatenate(words[::-1]).view(np.int32)
     parts = (tables.astype(np.int32), lanes, stream, *map(np.concatenate, zip(*sides, strict=True)))
     return obj | {"quantized": shapes, "rans": (*map(torch.from_numpy, parts), crc)}
 
@@ -1827,7 +1899,8 @@ def finish(state: TrainingState, validation: Validation) -> int:
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
         save_checkpoint(state)
     state.gpt.load_state_dict(state.gpt.state_dict() | state.ema)
-    artifact, report, checksums, files = runtime.from_rank_0(lambda: write_model(state))
+    written = runtime.from_rank_0(lambda: write_model(state))
+    artifact, report, gptq_ms, checksums, files = written
     set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
     if state.signum:
         runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
@@ -1855,7 +1928,7 @@ def finish(state: TrainingState, validation: Validation) -> int:
         "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
         "steps": state.step, "train_ms": train_ms,
         "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
-        "crc32": checksums,
+        "crc32": checksums, "gptq_ms": gptq_ms,
     }  # fmt: skip
     files[RESULT] = runtime.from_rank_0(lambda: write_result(state, facts))
     written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
@@ -1984,12 +2057,31 @@ class Runtime:
         return shared[0]
 
 
-def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
+def attention_backends(
+    device: torch.device, seq_len: int, flash_attention: int = 0
+) -> list[SDPBackend]:
     """The attention kernels that PyTorch may use, best first."""
     # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
     is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
     cudnn = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
-    return [*cudnn, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    flash = [SDPBackend.FLASH_ATTENTION]
+    first = [*flash, *cudnn] if flash_attention == 3 else [*cudnn, *flash]
+    return [*first, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def activate_flash_attention_3(device: torch.device) -> None:
+    """Let FlashAttention 3 (Shah et al., 2024) answer all calls of PyTorch's FlashAttention."""
+    major = torch.cuda.get_device_properties(device).major if device.type == "cuda" else 0
+    known = getattr(nn.attention, "list_flash_attention_impls", list)()
+    package = importlib.util.find_spec("flash_attn_interface")
+    for need, is_met in {
+        "a Hopper GPU, such as an H100": major == 9,
+        f"PyTorch 2.13, not {torch.__version__}": "FA3" in known,
+        "the package flash-attn-3": package is not None,
+    }.items():
+        if not is_met:
+            raise InputError(f"FLASH_ATTENTION=3 needs {need}: get it, or set FLASH_ATTENTION=0")
+    nn.attention.activate_flash_attention_impl("FA3")
 
 
 def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
@@ -2013,6 +2105,8 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
     if world_size <= 0 or hp.batch_slots % world_size != 0:
         raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
     device = open_device(hp, parse_knob("local_rank", int, os.environ.get("LOCAL_RANK", "0")))
+    if hp.flash_attention == 3:
+        activate_flash_attention_3(device)
     on_gpu = device.type == "cuda"
     if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
         # Waiting threads spin. If another program takes a core, one thread fewer is faster.
@@ -2193,25 +2287,27 @@ def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
         "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
         "torch": torch.__version__, "device": str(state.runtime.device),
         "world_size": state.runtime.world_size, "knobs": asdict(state.hp),
-        "run_seconds": time.perf_counter() - state.runtime.started, "gptq_ms": state.gpt.gptq_ms,
+        "run_seconds": time.perf_counter() - state.runtime.started,
     }  # fmt: skip
     data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
     return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
 
 
-def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
-    """Write weights and artifact. Returns artifact, report, checksums, files it wrote."""
+def write_model(
+    state: TrainingState,
+) -> tuple[bytes, str, float, dict[str, int], dict[str, bool]]:
+    """Write weights and artifact. Returns what export does, checksums, files it wrote."""
     hp, log = state.hp, state.runtime.log
     move_older_files(hp, log)  # of another run, at the same time
     weights = serialize(state.gpt.state_dict())
     checksums = {WEIGHTS: zipfile.crc32(weights)}
     write_result(state, {"crc32": checksums})
     files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
-    artifact, report = export(state.gpt, hp, state.runtime)
+    artifact, report, gptq_ms = export(state.gpt, hp, state.runtime)
     checksums[ARTIFACT] = zipfile.crc32(artifact)
-    write_result(state, {"crc32": checksums})
+    write_result(state, {"crc32": checksums, "gptq_ms": gptq_ms})
     files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
-    return artifact, report, checksums, files
+    return artifact, report, gptq_ms, checksums, files
 
 
 # ---- Checkpoints ----------------
