@@ -2,6 +2,8 @@
 published sizes; knobs that need each other; FlashAttention 3."""
 
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -243,7 +245,7 @@ library.define("bwd(Tensor x) -> Tensor")
 
 
 @pytest.fixture
-def hopper(monkeypatch, tmp_path) -> None:
+def hopper(monkeypatch, tmp_path) -> Iterator[None]:
     """A Hopper GPU as far as torch says, and a stand-in for flash-attn-3, which has no kernels."""
     (tmp_path / "flash_attn_interface.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -251,18 +253,18 @@ def hopper(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **arguments: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9))
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    yield
+    sys.modules.pop("flash_attn_interface", None)
+    torch.backends.cuda.matmul.allow_tf32 = False  # which open_runtime has changed
 
 
 @pytest.mark.skipif(not hasattr(nn.attention, "list_flash_attention_impls"), reason="older PyTorch")
 def test_flash_attention_3_is_switched_on_and_comes_before_cudnn(hopper, monkeypatch):
-    try:
-        train_record.open_runtime(from_env({}))
-        assert nn.attention.current_flash_attention_impl() is None
-        runtime = train_record.open_runtime(from_env({"FLASH_ATTENTION": "3"}))
-        assert nn.attention.current_flash_attention_impl() == "FA3"
-    finally:
-        nn.attention.restore_flash_attention_impl()
+    train_record.open_runtime(from_env({}))
+    assert nn.attention.current_flash_attention_impl() is None
+    runtime = train_record.open_runtime(from_env({"FLASH_ATTENTION": "3"}))
+    assert nn.attention.current_flash_attention_impl() == "FA3"
+    nn.attention.restore_flash_attention_impl()
     flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
     for version, first in ((0, [cudnn, flash]), (3, [flash, cudnn])):
         assert train_record.attention_backends(runtime.device, 1024, version)[:2] == first
