@@ -155,8 +155,10 @@ def test_the_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path):
 
     def steps(world_size: int, seed: int = 1) -> list[list[int]]:
         """The first tokens of each step's sequences: two epochs of two steps of four slots."""
-        place = (world_size, "cpu", 2**16, seed)
-        loaders = [ShuffledTokenLoader(f"{tmp_path}/*", i, *place) for i in range(world_size)]
+        loaders = [
+            ShuffledTokenLoader(f"{tmp_path}/*", rank, world_size, "cpu", seed=seed)
+            for rank in range(world_size)
+        ]
         result = []
         for _ in range(4):
             result.append([])

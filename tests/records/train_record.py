@@ -378,15 +378,14 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, flash_attention: int = 0) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
     if q.device.type == "cuda" and q.dtype != torch.bfloat16:
         # Without bf16, only MATH may group queries, and it stores all scores.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
-    backends = attention_backends(q.device, q.size(2), flash_attention)
-    with sdpa_kernel(backends, set_priority=True):
+    with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.transpose(1, 2)
 
@@ -453,7 +452,6 @@ class CausalSelfAttention(nn.Module):
         self.num_heads = hp.num_heads
         self.num_kv_heads = hp.num_kv_heads
         self.is_exclusive = layer >= hp.num_layers - hp.xsa_layers
-        self.flash_attention = hp.flash_attention
         self.c_q = CastedLinear(D, D, bias=False)
         self.c_k = CastedLinear(D, kv_dim, bias=False)
         self.c_v = CastedLinear(D, kv_dim, bias=False)
@@ -474,10 +472,7 @@ class CausalSelfAttention(nn.Module):
         q = apply_rotary(rms_norm(q), cos, sin)
         k = apply_rotary(rms_norm(k), cos, sin)
         q = q * self.q_gain.to(x.dtype)[:, None]
-        if documents is None:
-            y = attend(q, k, v, self.flash_attention)
-        else:
-            y = attend_within(documents, q, k, v)
+        y = attend(q, k, v) if documents is None else attend_within(documents, q, k, v)
         if self.is_exclusive:
             y = exclude_own_value(y, v)
         if self.gate_max > 0:
@@ -951,16 +946,8 @@ class ShuffledTokenLoader(DistributedTokenLoader):
     (CONTEXT_GROWTH), the epoch goes on in an order of longer sequences, so some of its tokens may
     come twice and others not at all."""
 
-    def __init__(
-        self,
-        pattern: str,
-        rank: int,
-        world_size: int,
-        device: Any,
-        vocab_size: int = 2**16,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(pattern, rank, world_size, device, vocab_size)
+    def __init__(self, *place: Any, seed: int) -> None:
+        super().__init__(*place)
         self.seed = seed
 
     def next_batch(
@@ -995,7 +982,7 @@ def open_loader(
     """A loader of the train shards. seed: of the order, with SHUFFLE."""
     place = (hp.files("train"), rank, world_size, device, hp.vocab_size)
     if hp.shuffle:
-        return ShuffledTokenLoader(*place, seed)
+        return ShuffledTokenLoader(*place, seed=seed)
     return DistributedTokenLoader(*place)
 
 
@@ -2057,16 +2044,17 @@ class Runtime:
         return shared[0]
 
 
-def attention_backends(
-    device: torch.device, seq_len: int, flash_attention: int = 0
-) -> list[SDPBackend]:
+# Returns "FA3" while FlashAttention 3 replaces PyTorch's own; torch 2.9 has no such function.
+current_flash_attention = getattr(nn.attention, "current_flash_attention_impl", lambda: None)
+
+
+def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
     """The attention kernels that PyTorch may use, best first."""
     # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
     is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
-    cudnn = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
-    flash = [SDPBackend.FLASH_ATTENTION]
-    first = [*flash, *cudnn] if flash_attention == 3 else [*cudnn, *flash]
-    return [*first, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    best = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
+    best.insert(0 if current_flash_attention() == "FA3" else 1, SDPBackend.FLASH_ATTENTION)
+    return [*best, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def activate_flash_attention_3(device: torch.device) -> None:
