@@ -11,16 +11,7 @@ import pytest
 import runs
 import torch
 import train_record
-from edits import (
-    EDITS,
-    NEIGHBOURS,
-    PARTS,
-    PARTS_BY_KNOB,
-    README,
-    TECHNIQUES,
-    TOGETHER,
-    edit_script,
-)
+from edits import EDITS, NEIGHBOURS, PART_KNOBS, PARTS, README, TECHNIQUES, TOGETHER, edit_script
 from runs import ALONE, ROOT, SCRIPT, failed, finished, run_here, scores
 from torch import nn
 from trained import load_script
@@ -93,9 +84,9 @@ def whole(tmp_path_factory, knobs) -> list[float]:
 
 
 @pytest.mark.baseline
-@pytest.mark.parametrize("name", [*PARTS, *PARTS_BY_KNOB, *NEIGHBOURS])
+@pytest.mark.parametrize("name", [*PARTS, *PART_KNOBS, *NEIGHBOURS])
 def test_without_a_part_the_score_differs(tmp_path, knobs, whole, name):
-    script, own = tmp_path / "edited.py", PARTS_BY_KNOB.get(name, {})
+    script, own = tmp_path / "edited.py", PART_KNOBS.get(name, {})
     script.write_text(edit_script(SCRIPT.read_text(), [] if own else [name]))
     result = run_here(tmp_path, knobs | FEW_STEPS | own, load_script(script))
     assert scores(finished(result)[-1]) != whole

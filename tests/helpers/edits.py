@@ -117,7 +117,7 @@ PARTS = {  # edits that leave out a part of the model; a table shows what each p
         "self.mlp_scale.to(x.dtype) * ": "",
     },
 }
-PARTS_BY_KNOB = {  # the parts that knobs leave out
+PART_KNOBS = {  # the parts that knobs leave out
     "initial query gain of 1.5": {"QK_GAIN_INIT": "1"},
     "tied embeddings": {"TIE_EMBEDDINGS": "0"},
     "Newton-Schulz": {"MUON_BACKEND_STEPS": "0"},
