@@ -56,7 +56,7 @@ def loss(out: Path, row: dict[str, str], side: str, seed: int) -> float:
 
 
 def ledger(out: Path) -> list[dict[str, str]]:
-    return experiment.read_ledger(out / "ledger.tsv")
+    return experiment.ledger.read(out / "ledger.tsv")
 
 
 @pytest.mark.baseline
@@ -221,10 +221,10 @@ def finished_pairs(folder: Path, *results: tuple) -> experiment.Experiment:
             if losses is not None:
                 facts = {"val_loss": losses[0], "val_bpb": losses[1], "train_ms": 1, "steps": 1}
                 (run.folder / "final_result.json").write_text(json.dumps(facts))
-    args = experiment.Namespace(by=0.005, seeds=None, ledger=folder / "ledger.tsv")
+    args = experiment.Namespace(by=0.0, alpha=0.05, seeds=None, ledger=folder / "ledger.tsv")
     args.minutes, args.deadline, args.started = math.inf, math.inf, time.monotonic() - 60
     args.machine = experiment.Machine(1, [], [], None)
-    row = {"baseline": "old", "candidate": "new", "first_seed": "1"}
+    row = {"baseline": "old", "candidate": "new", "by": "0", "first_seed": "1"}
     return experiment.Experiment(args, pairs, row)
 
 
