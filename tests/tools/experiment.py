@@ -24,6 +24,7 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import asdict, dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -83,17 +84,19 @@ def check_knobs(names: list[str], known: list[str]) -> None:
         raise ValueError(f"{name} is not a knob of the candidate: {advice}")
 
 
-def check_imports(tree: ast.Module, folder: Path) -> None:
+def check_imports(source: bytes, path: Path) -> None:
     """Raise ValueError if a script imports a module from its folder, which the copy would lack."""
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        for name in [name.partition(".")[0] for name in names]:
-            own = [folder / f"{name}.py", folder / name / "__init__.py"]
-            if any(path.is_file() for path in own):
-                advice = "put it into the script, as experiment.py compares scripts alone"
-                raise ValueError(f"the script imports {name}, a module next to it: {advice}")
+    names = set()
+    for node in ast.walk(ast.parse(source, str(path))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    for name in sorted(names):
+        spec = PathFinder.find_spec(name, [str(path.resolve().parent)])
+        if spec and spec.origin:
+            advice = "put it into the script, as experiment.py compares scripts alone"
+            raise ValueError(f"{path} imports {name}, a module next to it: {advice}")
 
 
 def load_side(
@@ -102,7 +105,7 @@ def load_side(
     """Load a script and read its knobs (own: this side's alone). Also returns what decides the
     losses of its runs, apart from the data."""
     script = load_script(path)
-    preset = script.PRESETS.get(os.environ.get("PRESET"), {})
+    preset = script.PRESETS.get(args.environ.get("PRESET"), {})
     # --quick keeps the shape of the preset's schedule.
     quick = {k: v for k, v in QUICK.items() if k != "WARMDOWN_FRAC" or k not in preset}
     environ = {**(quick if args.quick else {}), **args.environ, **own}
@@ -252,32 +255,27 @@ class Experiment:
         others = [found for change, (found, _) in ledger.claims(rows).items() if change != sides]
         if self.args.by >= 0:
             needed = anytime.evidence_to_stand(others)
-            among = f"to stand among {len(others) + 1} changes tried, it needs {needed:.3g}"
-            show(f"evidence of all its seeds: {self.row['evidence']}; {among}\n")
+            among = f"to stand among {len(others) + 1} changes, it needs {needed:.3g}"
+            show(f"evidence of all seeds so far: {self.row['evidence']}; {among}\n")
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
         seeds = ledger.fresh_seeds(max(4, len(self.gains)), stored)
         command = f"{self.args.command} --seeds {' '.join(map(str, seeds))}"
-        show(f"luck helped to choose this gain: measure it with fresh seeds:\n    {command}\n")
+        show(f"luck helped to find this gain: measure it with fresh seeds\n    {command}\n")
 
     def draw(self) -> None:
         """Draw the pairs into --picture, or print the command that does."""
-        program = os.path.relpath(Path(__file__).with_name("compare_runs.py"))
-        words = [program]
-        for i, side in enumerate(("baseline", "candidate")):
+        words = [os.path.relpath(Path(__file__).with_name("compare_runs.py"))]
+        for i, side in enumerate(("--baseline", "--candidate")):
             runs = [pair[i] for pair in self.pairs[: len(self.gains)]]
-            logs = [run.folder / "logs" / f"seed-{run.seed}.txt" for run in runs]
-            words += [f"--{side}", *map(str, logs)]
-        picture = self.args.picture
-        if picture is None:
-            command = shlex.join(["python", *words, "--picture", "pairs.png"])
-            show(f"the pairs as a picture:\n    {command}\n")
-            return
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, *words, "--picture", str(picture)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        problem = (done.stderr.splitlines() or [f"see {program}"])[-1]
-        is_drawn = f"picture: {picture}" in done.stdout
-        show(f"picture: {picture}\n" if is_drawn else f"NO PICTURE: {problem}\n")
+            words += [side, *(str(run.folder / f"logs/seed-{run.seed}.txt") for run in runs)]
+        picture = self.args.picture or Path("pairs.png")
+        words += ["--picture", str(picture)]
+        if self.args.picture:
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            show(f"draws {picture}\n")
+            subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL)
+        else:
+            show(f"to draw the pairs:\n    {shlex.join(['python', *words])}\n")
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -338,9 +336,9 @@ def prepare(args: Namespace) -> Experiment:
     args.deadline = args.started + 60 * args.minutes
     args.environ, args.ledger = {**os.environ}, args.out / "ledger.tsv"
     own, sources = check_words(args), read_sources(args)
-    for source, origin in zip(sources, (args.base or args.script, args.script), strict=True):
-        check_imports(ast.parse(source, str(origin)), origin.resolve().parent)
-    # Names and values of the knobs, before the lock.
+    check_imports(sources[0], args.base or args.script)
+    check_imports(sources[1], args.script)
+    # An error in a knob is shown even if another experiment runs.
     load_side("candidate", args.script, sources[1], own, args)
     args.machine = lock_folder(args)
     baseline = prepare_side("baseline", sources[0], {}, args)

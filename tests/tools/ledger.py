@@ -1,5 +1,6 @@
 """The ledger of experiment.py: a table with a row for each change, --by and first seed."""
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,9 +21,8 @@ def fresh_seeds(number: int, stored: Iterable[int]) -> list[int]:
     return [seed for seed in range(1, number + len(stored) + 1) if seed not in stored][:number]
 
 
-def parse(header: list[str], line: str) -> Row:
+def parse(fields: list[str], header: list[str]) -> Row:
     """Convert a line to a row. Raises ValueError if it is damaged."""
-    fields = line.split("\t")
     if len(fields) != len(header):
         raise ValueError(f"{len(fields)} columns, not {len(header)}")
     row = dict(zip(header, fields, strict=True))
@@ -30,28 +30,26 @@ def parse(header: list[str], line: str) -> Row:
     # Earlier versions had neither column, and this margin.
     row.setdefault("by", "0.005")
     row.setdefault("seeds", " ".join(map(str, range(first, first + pairs))))
-    seeds_of([row])
-    if not (float(row["evidence"]) >= 0 and float(row["by"]) < float("inf")):
-        raise ValueError("an evidence or a margin that is not a number")
+    if math.isnan(float(row["evidence"]) + float(row["by"]) + sum(seeds_of([row]))):
+        raise ValueError("nan is not a number")
     return row
 
 
 def read(path: Path) -> list[Row]:
     """Read the rows. Raises ValueError with the line that is damaged."""
-    content = path.read_bytes() if path.exists() else b""
-    header, rows = [], []
-    for number, line in enumerate(content.split(b"\n") if content else [], start=1):
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
         try:
-            text = line.decode("utf-8-sig").rstrip("\r")
-            if number > 1 and text:
-                rows.append(parse(header, text))
-            elif number == 1:
-                header = text.split("\t")
+            fields = line.decode("utf-8-sig").rstrip("\r").split("\t")
+            if number == 1:
+                header = fields
                 if missing := NEEDED - {*header}:
                     raise ValueError(f"no column {min(missing)}")
+            elif fields != [""]:
+                rows.append(parse(fields, header))
         except ValueError as error:
-            advice = "correct it, or delete it" if number > 1 else "correct it, or move the file"
-            raise ValueError(f"{path}, line {number} is damaged: {error}: {advice}") from None
+            raise ValueError(f"{path}, line {number}: {error}: correct or delete it") from None
     return rows
 
 
@@ -78,25 +76,25 @@ def update(path: Path, row: Row, evidence: Callable[[list[int]], float]) -> None
 
 
 def claims(rows: list[Row]) -> dict[tuple[str, str], tuple[float, bool]]:
-    """Return for each change its evidence, and whether a verdict of it is "better". A change is a
-    baseline and a candidate. A margin below 0 claims no gain, so its rows do not count."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    """Return for each change (its two sides) the evidence, and whether a verdict is "better". A
+    margin below 0 claims no gain, so its rows do not count."""
+    changes: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if float(row["by"]) >= 0:
-            found.setdefault((row["baseline"], row["candidate"]), []).append(row)
-    result = {}
-    for change, own in found.items():
-        # The smallest margin is part of every other claim. Rows of one margin share their evidence;
-        # in the ledgers of earlier versions they do not.
+            changes.setdefault((row["baseline"], row["candidate"]), []).append(row)
+    found = {}
+    for sides, own in changes.items():
+        # The claim of the smallest margin. Its rows have one evidence, but not in old ledgers.
         row = min(own, key=lambda row: (float(row["by"]), -int(row["pairs"])))
         is_better = any(row["verdict"] == "better" for row in own)
-        result[change] = (float(row["evidence"]), is_better)
-    return result
+        found[sides] = (float(row["evidence"]), is_better)
+    return found
 
 
 def describe(rows: list[Row]) -> str:
     """Count the changes, those that are better, and those of them that stand together."""
-    evidences = [evidence for evidence, _ in claims(rows).values()]
-    better = [is_better for _, is_better in claims(rows).values()]
-    stand = sum(map(all, zip(better, anytime.claims_that_stand(evidences), strict=True)))
+    found = claims(rows).values()
+    stands = anytime.claims_that_stand([evidence for evidence, _ in found])
+    better = [is_better for _, is_better in found]
+    stand = sum(map(all, zip(better, stands, strict=True)))
     return f"changes tried: {len(better)}, better: {sum(better)}, stand together: {stand}"
