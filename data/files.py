@@ -7,9 +7,11 @@ the tokens as little-endian uint16. This module must not need numpy, which the d
 import argparse
 import contextlib
 import json
+import math
 import os
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,38 @@ def start_program(doc: str | None) -> argparse.ArgumentParser:
     with contextlib.suppress(AttributeError):  # a closed stdout
         sys.stdout.reconfigure(errors="backslashreplace")
     layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=doc, formatter_class=layout)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=layout)
+    # One line, without the usage.
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    return parser
+
+
+def number(
+    kind: type, low: float = -math.inf, high: float = math.inf, *, exclusive: bool = False
+) -> Callable[[str], float]:
+    """Return the `type` of an argument: a finite number of this kind between low and high."""
+    noun = "a whole number" if kind is int else "a number"
+    signs = (">", "<") if exclusive else (">=", "<=")
+    limits = [(sign, x) for sign, x in zip(signs, (low, high), strict=True) if math.isfinite(x)]
+    wanted = " and ".join(f"{sign} {x:g}" for sign, x in limits)
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            is_inside = low < value < high if exclusive else low <= value <= high
+            if is_inside and abs(value) != math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {noun} {wanted}".rstrip())
+
+    return convert
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use: taskset and SLURM can limit them."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
 
 
 def count_tokens(path: Path) -> int:

@@ -177,11 +177,36 @@ def test_a_second_start_in_the_same_folder_is_refused(tmp_path, run):
         (["--base", str(ROOT / "README.md")], "name a train_gpt.py without errors"),
         (["--base", str(ROOT / "data/caseops.py")], "is not a train_gpt.py"),
         (["--base", str(SCRIPT)], "nothing to compare"),
+        (["--by", "nan"], "argument --by: 'nan' is not a number"),
+        (["--until-sure", "0"], "'0' is not a whole number >= 1"),
+        (["--jobs", "-1"], "'-1' is not a whole number >= 1"),
+        (["--minutes", "-1"], "'-1' is not a number >= 0"),
+        (["--minutes", "inf"], "'inf' is not a number >= 0"),
     ],
 )
 def test_user_errors_are_one_line_before_any_run(run, arguments, words):
     code, output, errors = run(*arguments)
     assert (code, output, errors.count("\n")) == (2, "", 1) and words in errors
+
+
+def test_runs_at_a_time_are_those_of_the_cores_that_this_process_may_use(tmp_path):
+    """With one core there is nothing to tell apart."""
+    program = """if True:
+        import os, files
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        print(files.cores())"""
+    command = [sys.executable, "-c", program]
+    environ = {"PYTHONPATH": str(ROOT / "data")}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("1\n", "")
+
+
+def test_with_a_safe_path_a_program_finds_the_modules_next_to_it(tmp_path):
+    """Python 3.11 and newer read PYTHONSAFEPATH."""
+    command = [sys.executable, experiment.__file__, "--by", "0x"]
+    environ = {"PATH": os.environ["PATH"], "PYTHONSAFEPATH": "1"}
+    result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2 and "'0x' is not a number" in result.stderr
 
 
 def finished_pairs(folder: Path, *results: tuple) -> experiment.Experiment:

@@ -26,8 +26,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-import anytime
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
+import anytime
 from jobs import Machine, Run, Side, show, train
 from trained import OWN, RECORD, SCRIPT, files, load_script, start_program, unknown_knobs
 
@@ -220,7 +223,7 @@ def lock_folder(args: Namespace) -> Machine:
     gpus = [] if args.launch else visible.split(",")[:num_gpus]
     if num_gpus == 0:
         args.environ.setdefault("OMP_NUM_THREADS", "1")
-    cores = 1 if args.launch else max(1, (os.cpu_count() or 2) - 1)
+    cores = 1 if args.launch else max(1, files.cores() - 1)
     command = shlex.split(args.launch) or [sys.executable]
     return Machine(args.jobs or len(gpus) or cores, gpus, command, lock)
 
@@ -268,11 +271,12 @@ def main(arguments: list[str] | None = None) -> int:
     add("--base", type=Path, metavar="FILE", help="the baseline's script")
     add("--launch", default="", metavar="COMMAND", help='for example "torchrun --standalone"')
     add("--seeds", type=int, nargs="+", metavar="N", help="train exactly these pairs")
-    add("--until-sure", type=int, default=8, metavar="N", help="at most N pairs (default: 8)")
-    add("--by", type=float, default=0.005, help="gain that counts (default: 0.005)")
-    add("--jobs", type=int, metavar="N", help="runs at a time (default: one per GPU, or cores - 1)")
+    number, jobs_help = files.number, "runs at a time (default: one per GPU, or cores - 1)"
+    add("--until-sure", type=number(int, 1), default=8, metavar="N", help="at most N pairs (8)")
+    add("--by", type=number(float), default=0.005, metavar="N", help="gain that counts (0.005)")
+    add("--jobs", type=number(int, 1), metavar="N", help=jobs_help)
     add("--out", type=Path, default=Path("out/experiments"), metavar="FOLDER")
-    add("--minutes", type=float, default=math.inf, metavar="N", help="stop training after that")
+    add("--minutes", type=number(float, 0), default=math.inf, metavar="N", help="then stop")
     args = parser.parse_args(arguments)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup sets that
