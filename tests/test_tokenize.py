@@ -5,13 +5,16 @@ import functools
 import hashlib
 import io
 import json
+import lzma
 import os
 import re
+import runpy
 import shlex
 import sys
 import threading
 from collections import Counter
 
+import caseops
 import check_dataset
 import download_hf_docs_and_tokenize as rebuild
 import files
@@ -182,6 +185,29 @@ def test_your_own_text(tmp_path, capsys):
         f"TOKENIZER_PATH={folder}/tokenizers/fineweb_60000_bpe.model",
         *(f"VOCAB_SIZE={size}", "python", os.path.relpath(ROOT / "train_gpt.py")),
     ]
+
+
+def test_your_own_text_needs_no_package_of_the_download(tmp_path, tokenizer, monkeypatch):
+    for name in ("huggingface_hub", "tqdm"):
+        monkeypatch.setitem(sys.modules, name, None)  # its import fails
+    monkeypatch.delitem(sys.modules, "cached_challenge_fineweb", raising=False)
+    arguments = ["--docs", write_documents(tmp_path / "docs.jsonl"), "--output-root", tmp_path]
+    arguments += ["--vocab-size", 384, "--reuse-sp-model", f"384={tokenizer}"]
+    runpy.run_path(rebuild.__file__)["main"]([str(argument) for argument in arguments])
+    assert (tmp_path / "manifest.json").is_file()
+
+
+def test_what_a_score_on_the_validation_split_is_worth(tmp_path, tokenizer, capsys):
+    """Documents that are also in training, and the score of an ordinary compressor."""
+    docs = write_documents(tmp_path / "docs.jsonl", [*TEXTS[:4], *TEXTS[2:9]])
+    run(tmp_path, "--num-val-docs", 4, "--reuse-sp-model", f"384={tokenizer}", docs=[docs])
+    output = capsys.readouterr().out
+    assert "val: 2 of 4 documents (50.00%) are also in train shards" in output
+    assert re.search("WARNING: .*2 of 4 validation documents are in the train shards", output)
+    text = "".join(map(caseops.normalize, TEXTS[:4])).encode()
+    xz_bpb = 8 * len(lzma.compress(text, preset=9)) / len(text)
+    bpb, num_bytes = re.search(r"val: lzma_bpb:(\S+) \(lzma on (\d+) validation", output).groups()
+    assert int(num_bytes) == len(text) and 0.9 * xz_bpb < float(bpb) < xz_bpb
 
 
 def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
