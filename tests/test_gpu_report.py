@@ -74,7 +74,7 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     product, copied, first, second, third, export, *demos, losses, tests = read_report(
         tmp_path
     ).values()
-    assert re.fullmatch(r"[\d.]+ TFLOP/s, 512 x 512 in bf16", product)
+    assert re.fullmatch(r"[\d.]+ TFLOP/s, 128 x 128 in bf16", product)
     assert re.fullmatch(r"[\d.]+ TB/s read and written, 16 MiB", copied)
     assert len(re.findall(r"\d ms +\d+ x `[^`]+`<br>", first)) == 10
     for times in (first, second, third):
