@@ -140,7 +140,7 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
     """Print counts and return a line for each problem. Raises ValueError or OSError."""
     if not any(folder.glob("fineweb_*.bin")):
         raise ValueError(f"{folder} has no fineweb_*.bin: give the folder that has the shards")
-    place = manifest or folder.parent.parent / files.MANIFEST
+    place, name = files.find_manifest(folder, manifest)
     unfinished = place.with_name(files.UNFINISHED_MANIFEST)
     if unfinished.exists() and not place.exists():
         raise ValueError(f"{unfinished} exists: the rebuild did not finish: run it again")
@@ -165,7 +165,7 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
     if not (manifest or place.exists()):
         print(f"{place} is missing: there is nothing to compare with")
         return problems
-    return problems or compare_with_manifest(place, folder.name, found)
+    return problems or compare_with_manifest(place, name, found)
 
 
 def main(arguments: list[str] | None = None) -> int:

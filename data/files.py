@@ -107,6 +107,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a manifest ({error!r}): delete it") from None
 
 
+def find_manifest(folder: Path, manifest: Path | None = None) -> tuple[Path, str]:
+    """Return the manifest of a dataset (default: two levels above it), and the dataset's name in
+    it. If it does not list a link, return those of the link's target. Raises ValueError."""
+    folders = (folder.resolve(), Path(os.path.abspath(folder)))
+    places = [(manifest or path.parent.parent / MANIFEST, path.name) for path in folders]
+    for place, name in reversed(places):
+        if place.is_file() and name in read_manifest(place)["datasets"]:
+            return place, name
+    for place, name in places:
+        if place.exists() or place.with_name(UNFINISHED_MANIFEST).exists():
+            return place, name
+    return places[-1]
+
+
 def write_file(path: Path, *parts: Any) -> None:
     """Write the parts (bytes or arrays) to a temporary file and rename it, so that `path` is always
     a complete file, even if several processes write it at once."""

@@ -128,13 +128,12 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
 
 def compare_with_manifest(hp: Any) -> str:
     """Compare the size of the validation split with the manifest, if any. Returns the problem."""
-    folder = Path(os.path.abspath(hp.data_path))
-    manifest = folder.parent.parent / files.MANIFEST
     try:
+        manifest, name = files.find_manifest(Path(hp.data_path))
         datasets = files.read_manifest(manifest)["datasets"] if manifest.is_file() else {}
     except ValueError as error:
         return str(error)
-    entry = datasets.get(folder.name, {})
+    entry = datasets.get(name, {})
     found = sum(files.count_tokens(Path(path)) for path in glob.glob(hp.files("val")))
     wanted = {**entry, **entry.get("stats", {})}.get("tokens_val", found)
     problem = f"the validation split has {found:,} of {wanted:,} tokens in {manifest}"
