@@ -6,7 +6,7 @@ import sys
 
 import compare_runs
 import pytest
-from logs import read_run
+from logs import read_run, script_of_log
 from runs import ROOT, scores
 
 # A script that has lines like those of a log.
@@ -91,6 +91,20 @@ def test_the_score_is_the_last_line_with_eight_digits(tmp_path, capsys, name, li
     code, out = compare(capsys, *tmp_path.iterdir())
     assert code == 0 and f"scores: {name} in log" in out
     assert "scores: final_int8_zlib_roundtrip_exact in ours" in out
+
+
+def test_the_script_of_the_last_start_comes_back_byte_for_byte(tmp_path):
+    """A script may have the lines that follow it in a log, lines of a log, and any line ends."""
+    header = f"\n{'=' * 100}\nRunning Python 3.1 (a) [b]\nRunning PyTorch 2\n|no|\n{'=' * 100}\n"
+    script = f'"""Doc.{header}{START}"""\nx: int = 1\n\nclass InputError(ValueError): ...'
+    log = tmp_path / "log.txt"
+    for text in (script, script + "\n\n", script.replace("\n", "\r\n"), f"\ufeff{script}"):
+        for earlier in ("", f"y = 1\n{header}{START}warmup_step:1/3\n"):
+            log.write_bytes((earlier + text + header + START).encode())
+            assert script_of_log(log) == text.encode(), (text, earlier)
+    log.write_text(START)
+    with pytest.raises(ValueError, match="has no script"):
+        script_of_log(log)
 
 
 def test_runs_without_the_final_line_are_named(tmp_path, capsys):

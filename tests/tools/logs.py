@@ -1,5 +1,7 @@
 """Read the logs of runs: those of train_gpt.py, of the challenge's baseline and of records."""
 
+import ast
+import codecs
 import math
 import re
 from contextlib import suppress
@@ -75,3 +77,24 @@ def read_run(path: Path) -> Run:
     else:
         run.unfinished = repr(log.rstrip().split("\n")[-1][:80])
     return run
+
+
+def script_of_log(path: Path) -> bytes:
+    """Return the script of the last start in a log file, byte for byte. Raises ValueError if the
+    file has none."""
+    # The last header ends the script; earlier ones belong to earlier starts, or are text in the
+    # script. Nothing marks its beginning, but log lines before it are not Python.
+    before, _, _ = path.read_bytes().rpartition(b"\n" + 100 * b"=" + b"\nRunning Python ")
+    before = before[before.rfind(b"\n" + codecs.BOM_UTF8) + 1 :]  # can only begin a script
+    lines = before.splitlines(keepends=True)
+    start = 0
+    while start < len(lines):
+        if start > 0 and re.match(rb"\w+:\S", lines[start]):  # warmup_step:1/3 is Python, too
+            start += 1
+            continue
+        try:
+            ast.parse(b"".join(lines[start:]))
+            return b"".join(lines[start:])
+        except SyntaxError as error:
+            start += error.lineno or 1
+    raise ValueError(f"{path} has no script: name a script, or the logs/RUN_ID.txt of a run")
