@@ -6,12 +6,14 @@ the tokens as little-endian uint16. This module must not need numpy, which the d
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
+import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,46 @@ MANIFEST = "manifest.json"
 UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
 
 
+class ReaderGone(BaseException):
+    """The reader of stdout, such as head, has enough. It ends all programs, like Ctrl-C."""
+
+
+class Output(io.TextIOWrapper):
+    """A stdout that raises ReaderGone instead of an OSError, which programs handle."""
+
+    def write(self, text: str) -> int:
+        with self.guard():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self.guard():
+            super().flush()
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            # What is left in the buffer goes nowhere, or Python would fail at its exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            raise ReaderGone from None
+
+
+def show_error(kind: type, error: BaseException, traceback: Any) -> None:
+    """Print an error as Python does, but end quietly if the reader is gone."""
+    if kind is ReaderGone:
+        os._exit(128 + signal.SIGPIPE)  # as the shell reports a program that SIGPIPE ended
+    sys.__excepthook__(kind, error, traceback)
+
+
 def start_program(doc: str | None) -> argparse.ArgumentParser:
-    """Let stdout print any text, and return a parser whose help shows this docstring."""
-    with contextlib.suppress(AttributeError):  # a closed stdout
-        sys.stdout.reconfigure(errors="backslashreplace")
+    """Let stdout print any text and end the program with its reader. Return a parser whose help
+    shows this docstring."""
+    out = sys.stdout
+    if type(out) is io.TextIOWrapper:  # not closed, and not pytest's
+        direct = {"line_buffering": out.line_buffering, "write_through": out.write_through}
+        sys.stdout = Output(out.buffer, out.encoding, "backslashreplace", **direct)
+        sys.excepthook = show_error
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=layout)
     # One line, without the usage.
@@ -46,7 +84,7 @@ def number(
     noun = "a whole number" if kind is int else "a number"
     signs = (">", "<") if exclusive else (">=", "<=")
     limits = [(sign, x) for sign, x in zip(signs, (low, high), strict=True) if math.isfinite(x)]
-    wanted = " and ".join(f"{sign} {x:g}" for sign, x in limits)
+    wanted = " and ".join(f"{sign} {x}" for sign, x in limits)
 
     def convert(text: str) -> float:
         with contextlib.suppress(ValueError):

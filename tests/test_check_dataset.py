@@ -1,11 +1,15 @@
 """data/check_dataset.py: the counts of a good dataset, and an error for each kind of damage."""
 
 import json
+import os
 import random
 import shutil
+import signal
+import subprocess
 import sys
 
 import check_dataset
+import files
 import pytest
 from sentencepiece import SentencePieceProcessor
 from texts import TEXTS, VOCAB_SIZE, read_shard, train_tokenizer, write_shard
@@ -136,3 +140,22 @@ def test_short_documents_that_repeat_are_a_warning(capsys, folder, tokenizer):
     output, problems = check(capsys, folder, tokenizer)
     assert "val: 220 of 221 documents (99.55%) are also" in output and problems == []
     assert "WARNING: many documents of under 50 tokens repeat" in output
+
+
+@pytest.mark.parametrize("flush, code", [(True, 128 + signal.SIGPIPE), (False, 0)])
+def test_a_program_ends_with_the_reader_of_its_output(tmp_path, flush, code):
+    """Such as head. Without a flush, Python writes the text at its exit."""
+    (tmp_path / "program.py").write_text(f"""if True:
+        import files
+        files.start_program(None)
+        try:
+            print("text", flush={flush})
+        except OSError as error:
+            files.sys.exit(f"cannot read: {{error}}")""")
+    reader, writer = os.pipe()
+    os.close(reader)
+    settings = {"stdout": writer, "stderr": subprocess.PIPE, "cwd": tmp_path}
+    settings["env"] = {"PYTHONPATH": os.path.dirname(files.__file__)}
+    result = subprocess.run([sys.executable, "program.py"], **settings)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (code, b"")
