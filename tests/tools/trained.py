@@ -1,18 +1,15 @@
 """Shared by the tools: arguments that name files, a script, a model with the knobs of its run."""
 
-import atexit
 import contextlib
 import glob
 import importlib.util
 import json
 import os
-import shutil
 import sys
-import tempfile
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,20 +48,19 @@ def model_parser(doc: str | None) -> ArgumentParser:
 
 def load_script(path: Path) -> ModuleType:
     """Import a train_gpt.py, edited or not, from any folder, or the one in the log of a run."""
-    file = path
-    if path.suffix != ".py":
-        folder = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        file = Path(folder, f"{path.stem}.py")
-        try:
-            file.write_bytes(script_of_log(path))
-        except ValueError as error:
-            sys.exit(str(error))
-    name = f"script_{zlib.crc32(bytes(file.resolve())):x}"  # several can be loaded
-    spec = importlib.util.spec_from_file_location(name, file)
-    script = sys.modules[name] = importlib.util.module_from_spec(spec)
+    name = f"script_{zlib.crc32(bytes(path.resolve())):x}"  # several can be loaded
+    spec = importlib.util.spec_from_file_location(name, path)  # None for what is not a .py
     try:
-        spec.loader.exec_module(script)
+        code = compile(script_of_log(path), path, "exec") if spec is None else None
+    except ValueError as error:
+        sys.exit(str(error))
+    script = sys.modules[name] = importlib.util.module_from_spec(spec) if spec else ModuleType(name)
+    script.__file__ = str(path)
+    try:
+        if spec is None:
+            exec(code, vars(script))
+        else:
+            spec.loader.exec_module(script)
     except ModuleNotFoundError as error:
         advice = "install it, or set PYTHONPATH to its folder"
         sys.exit(f"{path} imports {error.name}, which is not found: {advice}")
@@ -131,6 +127,8 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
     environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
     hp = script.Hyperparameters.from_env({**knobs, **defaults, **environ})
     runtime = script.open_runtime(hp)
+    if script.__spec__ is None:  # out of a log
+        runtime = replace(runtime, source=script_of_log(Path(script.__file__)))
     script.compare_ranks(hp, runtime)
     gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
     log = Path(saved.get("output_dir", ""), "logs", f"{saved.get('run_id', 'RUN_ID')}.txt")
