@@ -6,14 +6,14 @@ the tokens as little-endian uint16. This module must not need numpy, which the d
 
 import argparse
 import contextlib
-import io
+import functools
 import json
 import math
 import os
 import signal
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,46 +30,24 @@ MANIFEST = "manifest.json"
 UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
 
 
-class ReaderGone(BaseException):
-    """The reader of stdout, such as head, has enough. It ends all programs, like Ctrl-C."""
-
-
-class Output(io.TextIOWrapper):
-    """A stdout that raises ReaderGone instead of an OSError, which programs handle."""
-
-    def write(self, text: str) -> int:
-        with self.guard():
-            return super().write(text)
-
-    def flush(self) -> None:
-        with self.guard():
-            super().flush()
-
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            # What is left in the buffer goes nowhere, or Python would fail at its exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            raise ReaderGone from None
-
-
-def show_error(kind: type, error: BaseException, traceback: Any) -> None:
-    """Print an error as Python does, but end quietly if the reader is gone."""
-    if kind is ReaderGone:
-        os._exit(128 + signal.SIGPIPE)  # as the shell reports a program that SIGPIPE ended
-    sys.__excepthook__(kind, error, traceback)
+def write_to_reader(write: Callable[[bytes], int], data: bytes) -> int:
+    """Write to stdout. End the program quietly if the reader, such as head, is gone."""
+    try:
+        return write(data)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for fd in (1, 2):  # stdout: its buffer; stderr: programs that report a SystemExit
+            os.dup2(nowhere, fd)
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def start_program(doc: str | None) -> argparse.ArgumentParser:
-    """Let stdout print any text and end the program with its reader. Return a parser whose help
-    shows this docstring."""
-    out = sys.stdout
-    if type(out) is io.TextIOWrapper:  # not closed, and not pytest's
-        direct = {"line_buffering": out.line_buffering, "write_through": out.write_through}
-        sys.stdout = Output(out.buffer, out.encoding, "backslashreplace", **direct)
-        sys.excepthook = show_error
+    """Let stdout print any text, and return a parser whose help shows this docstring."""
+    with contextlib.suppress(AttributeError):  # a closed stdout
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout and sys.stdout is sys.__stdout__:  # not pytest's
+        file = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)  # the latter with python -u
+        file.write = functools.partial(write_to_reader, file.write)
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=layout)
     # One line, without the usage.
