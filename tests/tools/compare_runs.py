@@ -93,7 +93,7 @@ def compare_texts(runs: list[Run]) -> str:
     windows = [run.figures["seq_len"] * x for run, x in zip(runs, per_token, strict=True)]
     if max(sizes) - min(sizes) <= 0.001 * max(sizes) + 2 * max(windows, default=0.0):
         return ""
-    return ", ".join(sorted({f"{size:,.0f} bytes" for size in sizes}))
+    return f"{min(sizes):,.0f} to {max(sizes):,.0f} bytes"
 
 
 def find_warnings(groups: list[Group]) -> list[str]:

@@ -14,7 +14,7 @@ START_LINE = r"^(?:={100}|(?:\S.*/)?logs/[^/\n]+\.txt)$"
 NUMBER = r"-?(?:\d+(?:\.\d+)?|nan|inf)"
 STEP_LINE = (  # two processes that write into one log may mangle it: then it does not match
     r"^step:(?!.*step:)(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>" + NUMBER + ") "
-    r"(val_bpb:(?P<bpb>" + NUMBER + r") )?"
+    r"(?:val_bpb:(?P<bpb>" + NUMBER + r") |(?!val_bpb))"
     r".*train_time:\d+ms step_avg:(?P<ms_per_step>" + NUMBER + ")ms"
 )
 FACT_LINES = (
