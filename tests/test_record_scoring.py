@@ -61,8 +61,8 @@ def split(tokens: Tensor) -> list[Tensor]:
 # ---- Adapters ------------------------------------------------------------------------------------
 def loss_of(gpt: GPT, tokens: Tensor, runtime=ALONE, **changes) -> float:
     """train_record.py's loss. changes: other knobs."""
-    documents = train_record.split_documents(tokens, BOS)
-    losses = lora_ttt(gpt, tokens, documents, replace(gpt.hp, **changes), runtime, None)
+    validation = SimpleNamespace(hp=replace(gpt.hp, **changes), tokens=tokens, bos=BOS)
+    losses = lora_ttt(gpt, validation, None, runtime)
     return train_record.mean_loss(losses, runtime)
 
 
@@ -217,13 +217,12 @@ def test_a_compiled_model_has_the_same_loss(gpt, monkeypatch):
     runtime = replace(ALONE, compiled=True)
     model = train_record.wrap(gpt, True)
     tokens = random_tokens([22] * 6)
-    documents = train_record.split_documents(tokens, BOS)
     train_record.evaluate(model, tokens[: 8 * T + 1], T, gpt.hp, runtime)  # without adapters
     before = counters["stats"]["unique_graphs"]
     phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_documents": 2}
     for knobs, graphs in ({}, 3), (phases, 3 + 4):
-        hp = replace(gpt.hp, **knobs)
-        compiled = lora_ttt(model, tokens, documents, hp, runtime, None).mean().item()
+        validation = SimpleNamespace(hp=replace(gpt.hp, **knobs), tokens=tokens, bos=BOS)
+        compiled = lora_ttt(model, validation, None, runtime).mean().item()
         assert compiled == pytest.approx(loss_of(gpt, tokens, **knobs), abs=1e-5)
         assert counters["stats"]["unique_graphs"] == before + graphs
 
