@@ -341,7 +341,7 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
     other = {**rows[0], "evidence": "1", "verdict": "better"}
     others = [{**other, "candidate": str(i)} for i in range(9)]
     experiment.ledger.write(path, rows + others)
-    found.args.command = "python x.py --seeds 1"
+    found.args.by, found.args.command = 0.0, "python x.py --seeds 1"
     found.row |= {"verdict": "better", "evidence": rows[0]["evidence"]}
     found.show_claims()
     out = capsys.readouterr().out
