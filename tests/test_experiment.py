@@ -347,6 +347,7 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
     assert [row["pairs"] for row in rows] == ["2", "1", "3", "3"]
     other = {**rows[0], "evidence": "1", "verdict": "better"}
     others = [{**other, "candidate": str(i)} for i in range(9)]
+    others.append({**other, "candidate": "simpler", "by": "-0.005"})
     experiment.ledger.write(path, rows + others)
     found.args.by, found.args.command = 0.0, "python x.py --seeds 1"
     found.row |= {"verdict": "better", "evidence": rows[0]["evidence"]}

@@ -92,13 +92,10 @@ def check_knobs(names: list[str], known: list[str]) -> None:
 
 def check_imports(source: bytes, path: Path) -> None:
     """Raise ValueError if a script imports a module from its folder, which the copy would lack."""
-    names = set()
-    for node in ast.walk(ast.parse(source, str(path))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
-    for name in sorted(names):
+    nodes = [*ast.walk(ast.parse(source, str(path)))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    for name in sorted({name.split(".")[0] for name in names} - {""}):
         spec = PathFinder.find_spec(name, [str(path.resolve().parent)])
         if spec and spec.origin:
             advice = "put it into the script, as experiment.py compares scripts alone"
