@@ -14,6 +14,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
 import files
 
 try:
@@ -144,7 +146,11 @@ def main() -> None:
     parser = files.start_program(__doc__)
     parser.add_argument("--variant", default="sp1024", help="sp1024, ..., byte260")
     number = parser.add_mutually_exclusive_group()
-    count = {"type": int, "metavar": "N", "help": f"train shards (default {DEFAULT_TRAIN_SHARDS})"}
+    count = {
+        "type": files.number(int, 0),
+        "metavar": "N",
+        "help": f"train shards (default {DEFAULT_TRAIN_SHARDS})",
+    }
     number.add_argument("--train-shards", **count)
     number.add_argument("bare", nargs="?", **count)
     parser.add_argument("--skip-manifest", action="store_true", help="never download the manifest")

@@ -14,13 +14,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import caseops
-import files
 import numpy as np
 from sentencepiece import SentencePieceProcessor
-from tokenizer_tools import open_model
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for train_gpt
+
+import caseops
+import files
+from tokenizer_tools import open_model
 
 CHUNK = 2**22  # tokens counted at a time
 RUN = 10  # this many documents in a row, in both splits, are a leak
@@ -91,6 +93,22 @@ def find_leaks(
     return len(val), sum(document in repeated for document in val), len(leaked)
 
 
+def check_leaks(folder: Path, bos_id: int) -> list[str]:
+    """Print how many validation documents are also in train shards. Return a line if they leak."""
+    paths = [sorted(folder.glob(f"fineweb_{split}_*.bin")) for split in ("val", "train")]
+    docs, repeated, leaked = find_leaks(*paths, bos_id)
+    print(f"val: {repeated} of {docs} documents ({repeated / docs:.2%}) are also in train shards")
+    if leaked:
+        return [
+            f"{folder}: {leaked} of {docs} validation documents are in the train shards, so a "
+            "score on them is worth nothing: remove duplicates from your text, or, if the splits "
+            f"were made with different --num-val-docs, {GET_AGAIN}, both splits at once"
+        ]
+    if 10 * repeated > docs:
+        print(f"WARNING: many documents of under {LONG} tokens repeat, which lowers the score")
+    return []
+
+
 def check_split(
     folder: Path, split: str, sp: SentencePieceProcessor, problems: list[str]
 ) -> dict[str, int]:
@@ -140,32 +158,21 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
     """Print counts and return a line for each problem. Raises ValueError or OSError."""
     if not any(folder.glob("fineweb_*.bin")):
         raise ValueError(f"{folder} has no fineweb_*.bin: give the folder that has the shards")
-    place = manifest or folder.parent.parent / files.MANIFEST
+    place, name = files.find_manifest(folder, manifest)
     unfinished = place.with_name(files.UNFINISHED_MANIFEST)
     if unfinished.exists() and not place.exists():
         raise ValueError(f"{unfinished} exists: the rebuild did not finish: run it again")
     sp = open_model(tokenizer.read_bytes(), str(tokenizer))
     problems: list[str] = []
     found = {"vocab_size": sp.vocab_size()}
-    paths = [sorted(folder.glob(f"fineweb_{split}_*.bin")) for split in ("val", "train")]
     for split in ("val", "train"):
         found |= check_split(folder, split, sp, problems)
     if found["tokens_val"] and found["tokens_train"] and not problems:
-        docs, repeated, leaked = find_leaks(*paths, sp.bos_id())
-        share = f"{repeated} of {docs} documents ({repeated / docs:.2%})"
-        print(f"val: {share} are also in train shards")
-        if leaked:
-            problems.append(
-                f"{folder}: {leaked} of {docs} validation documents are in the train shards, so a "
-                "score on them is worth nothing: remove duplicates from your text, or, if the "
-                f"splits were made with different --num-val-docs, {GET_AGAIN}, both splits at once"
-            )
-        elif 10 * repeated > docs:
-            print(f"WARNING: many documents of under {LONG} tokens repeat, which lowers the score")
+        problems += check_leaks(folder, sp.bos_id())
     if not (manifest or place.exists()):
         print(f"{place} is missing: there is nothing to compare with")
         return problems
-    return problems or compare_with_manifest(place, folder.name, found)
+    return problems or compare_with_manifest(place, name, found)
 
 
 def main(arguments: list[str] | None = None) -> int:

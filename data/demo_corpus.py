@@ -17,9 +17,12 @@ import sysconfig
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import sentencepiece
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
 import caseops
 import files
-import sentencepiece
 import tokenizer_tools
 
 HERE = Path(__file__).resolve().parent

@@ -9,10 +9,12 @@ gets a folder of shards, DIR/datasets/fineweb10B_SUFFIX: its validation split ha
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
+import lzma
 import math
 import mmap
 import os
@@ -26,13 +28,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import caseops
-import files
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
+import caseops
+import check_dataset
+import files
 import tokenizer_tools
-from cached_challenge_fineweb import download_file
+from files import number
 from tokenizer_tools import Spec, read_specs
-from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 PIPED_DOCS = "docs_piped"  # a copy of documents from a pipe
@@ -44,15 +49,15 @@ JSON_LINE = re.compile(rb'(\xef\xbb\xbf)?\s*{[^\n]*"text"\s*:')
 COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"BZh", b"PK\3\4")  # gzip ... zip
 
 
-def number_in(variable: str, default: int | None) -> int:
-    value = os.environ.get(variable, str(default or 1))
+def number_in(variable: str, default: int) -> int:
+    value = os.environ.get(variable, str(default))
     if not value.isdecimal() or int(value) == 0:
         sys.exit(f"error: {variable}={value} must be a number above 0")
     return int(value)
 
 
 BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512)  # documents
-NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", os.cpu_count())
+NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", files.cores())
 Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 
 
@@ -147,6 +152,14 @@ def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> 
         advice = "add text (a document ends at the first blank line after 2,000 bytes)"
         raise ValueError(f"{problem}: {advice if num_docs < 2 else 'set --num-val-docs'}")
     return {"val": num_val_docs, "train": num_docs - num_val_docs}
+
+
+def print_lzma_score(texts: Iterator[str]) -> None:
+    """Print lzma's bits per byte of these texts, or of their first 10 MB."""
+    data = "".join(map(caseops.normalize, texts)).encode()[: 10**7]  # the bytes that count
+    settings = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}
+    bpb = 8 * len(lzma.compress(data, lzma.FORMAT_RAW, filters=[settings])) / max(len(data), 1)
+    print(f"val: lzma_bpb:{bpb:.4f} (lzma on {len(data)} validation bytes)")
 
 
 def describe_documents(
@@ -260,11 +273,18 @@ def write_datasets(
         tokenizer = tokenizer_tools.write_tokenizer(spec, model, output)
         sp = None if model is None else tokenizer_tools.open_model(model, spec.name)
         encode = functools.partial(tokenizer_tools.encode_texts, sp, NUM_THREADS)
-        texts = tqdm(read_texts(docs, spec), spec.dataset, sum(num_docs.values()), unit="doc")
+        texts = read_texts(docs, spec)
+        with contextlib.suppress(ImportError):  # only the download needs its package
+            from tqdm import tqdm
+
+            texts = iter(tqdm(texts, spec.dataset, sum(num_docs.values()), unit="doc"))
         path = f"datasets/{spec.dataset}"
-        stats = export_dataset(iter(texts), num_docs, encode, output / path, size)
+        stats = export_dataset(texts, num_docs, encode, output / path, size)
         counts = " ".join(f"{name}:{number}" for name, number in stats.items())
         print(f"{spec.dataset}: {counts}", flush=True)
+        if stats["tokens_val"] and stats["tokens_train"]:
+            for problem in check_dataset.check_leaks(output / path, tokenizer["bos_id"]):
+                print(f"WARNING: {problem}", flush=True)
         facts = ("vocab_size", "bos_id", "eos_id", "recommended_bigram_vocab_size")
         dataset = {
             "name": spec.dataset,
@@ -297,6 +317,8 @@ def rebuild(args: argparse.Namespace) -> None:
     elif args.shuffle is not None:
         raise ValueError("--shuffle needs --docs: the hub's documents are shuffled already")
     else:
+        from cached_challenge_fineweb import download_file  # needs the hub's client
+
         docs = output / files.DOCS
         for name in (files.DOCS, files.SIDECAR):
             if not (output / name).exists():
@@ -308,6 +330,7 @@ def rebuild(args: argparse.Namespace) -> None:
     if sidecar is None and args.shuffle is None and num_docs["val"] > 1:
         note = f"Note: validation is the first {num_docs['val']} documents. If yours are sorted, or"
         print(f"{note} from several sources, add --shuffle 1 to mix them.")
+    print_lzma_score(itertools.islice(read_documents(docs), num_docs["val"]))
     about = describe_documents(args, docs, num_docs, sidecar)
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
     entries = write_datasets(specs, docs, num_docs, cut, args.chunk_tokens, output)
@@ -319,12 +342,6 @@ def rebuild(args: argparse.Namespace) -> None:
         print_training_command(spec, tokenizer, dataset["stats"], output)
 
 
-def positive_number(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**31:  # a shard counts tokens in an int32
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 1 to {2**31 - 1}")
-    return int(text)
-
-
 def size_and_model(text: str) -> tuple[int, str]:
     size, _, model = text.partition("=")
     if not size.isdecimal() or not model:
@@ -334,27 +351,29 @@ def size_and_model(text: str) -> tuple[int, str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = files.start_program(__doc__)
-    number = {"type": positive_number, "metavar": "N"}
-    parser.add_argument("--output-root", type=Path, required=True)
-    docs = "text or JSON lines, folders, - for stdin (default: the hub's documents)"
-    parser.add_argument("--docs", nargs="+", action="extend", metavar="FILE", help=docs)
-    parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle your own documents")
-    parser.add_argument("--repo-id", default=files.REPO_ID)
-    parser.add_argument("--remote-root", default=files.REMOTE_ROOT)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--vocab-size", help="make one SentencePiece tokenizer", **number)
+    add, docs_help = parser.add_argument, "text or JSON lines, folders, - for stdin (the hub's)"
+    add("--output-root", type=Path, required=True)
+    add("--docs", nargs="+", action="extend", metavar="FILE", help=docs_help)
+    add("--shuffle", type=number(int, 0), metavar="SEED", help="shuffle your own documents")
+    add("--repo-id", default=files.REPO_ID)
+    add("--remote-root", default=files.REMOTE_ROOT)
+    which, size = parser.add_mutually_exclusive_group(), number(int, 1, 2**16)
+    which.add_argument(
+        "--vocab-size", type=size, metavar="N", help="make one SentencePiece tokenizer"
+    )
     which.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")
-    parser.add_argument("--num-val-docs", type=int, metavar="N", help="default: 5 %% of your own")
-    parser.add_argument("--chunk-tokens", default=100_000_000, help="tokens in a shard", **number)
-    parser.add_argument("--tokenizer-train-docs", help="train on the first N documents", **number)
-    parser.add_argument("--caseops", action="store_true", help="mark capitals (see README.md)")
-    parser.add_argument("--skip-byte", action="store_true", help="make no byte dataset")
+    add("--num-val-docs", type=number(int, 0), metavar="N", help="default: 5 %% of your own")
+    shard_size = number(int, 1, 2**31 - 1)  # a shard counts tokens in an int32
+    add("--chunk-tokens", type=shard_size, default=100_000_000, metavar="N", help="of a shard")
+    add("--tokenizer-train-docs", type=number(int, 1), metavar="N", help="train on the first N")
+    add("--caseops", action="store_true", help="mark capitals (see README.md)")
+    add("--skip-byte", action="store_true", help="make no byte dataset")
     reuse = {"type": size_and_model, "metavar": "VOCAB_SIZE=MODEL", "action": "append"}
-    parser.add_argument("--reuse-sp-model", help="use a model you have", default=[], **reuse)
+    add("--reuse-sp-model", help="use a model you have", default=[], **reuse)
     try:
         rebuild(parser.parse_args(arguments))
     except (OSError, ValueError, RuntimeError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:
         sys.exit("interrupted: run the same command again to start over")
 

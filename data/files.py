@@ -6,10 +6,14 @@ the tokens as little-endian uint16. This module must not need numpy, which the d
 
 import argparse
 import contextlib
+import functools
 import json
+import math
 import os
+import signal
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +30,57 @@ MANIFEST = "manifest.json"
 UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
 
 
+def write_to_reader(write: Callable[[bytes], int], data: bytes) -> int:
+    """Write to stdout. End the program quietly if the reader, such as head, is gone."""
+    try:
+        return write(data)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for fd in (1, 2):  # stdout: its buffer; stderr: programs that report a SystemExit
+            os.dup2(nowhere, fd)
+        sys.exit(128 + signal.SIGPIPE)
+
+
 def start_program(doc: str | None) -> argparse.ArgumentParser:
     """Let stdout print any text, and return a parser whose help shows this docstring."""
     with contextlib.suppress(AttributeError):  # a closed stdout
         sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stdout and sys.stdout is sys.__stdout__:  # not pytest's
+        file = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)  # the latter with python -u
+        file.write = functools.partial(write_to_reader, file.write)
     layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=doc, formatter_class=layout)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=layout)
+    # One line, without the usage.
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    return parser
+
+
+def number(
+    kind: type, low: float = -math.inf, high: float = math.inf, *, exclusive: bool = False
+) -> Callable[[str], float]:
+    """Return the `type` of an argument: a finite number of this kind between low and high."""
+    noun = "a whole number" if kind is int else "a number"
+    signs = (">", "<") if exclusive else (">=", "<=")
+    limits = [(sign, x) for sign, x in zip(signs, (low, high), strict=True) if math.isfinite(x)]
+    wanted = " and ".join(f"{sign} {x}" for sign, x in limits)
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            is_inside = low < value < high if exclusive else low <= value <= high
+            if is_inside and abs(value) != math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {noun} {wanted}".rstrip())
+
+    return convert
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use: taskset and SLURM can limit them."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
 
 
 def count_tokens(path: Path) -> int:
@@ -72,6 +121,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
         return manifest
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a manifest ({error!r}): delete it") from None
+
+
+def find_manifest(folder: Path, manifest: Path | None = None) -> tuple[Path, str]:
+    """Return the manifest of a dataset (default: two levels above it), and the dataset's name in
+    it. If it does not list a link, return those of the link's target. Raises ValueError."""
+    folders = (folder.resolve(), Path(os.path.abspath(folder)))
+    places = [(manifest or path.parent.parent / MANIFEST, path.name) for path in folders]
+    for place, name in reversed(places):
+        if place.is_file() and name in read_manifest(place)["datasets"]:
+            return place, name
+    for place, name in places:
+        if place.exists() or place.with_name(UNFINISHED_MANIFEST).exists():
+            return place, name
+    return places[-1]
 
 
 def write_file(path: Path, *parts: Any) -> None:

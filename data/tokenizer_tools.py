@@ -92,6 +92,8 @@ def check_fields(fields: dict[str, Any], kind: str) -> None:
     sizes = VOCAB_SIZES[kind]
     if fields.get("vocab_size", sizes[0]) not in sizes:
         raise ValueError(f"vocab_size {fields['vocab_size']} must be {sizes[0]} to {sizes[-1]}")
+    if fields.get("tokenizer_train_docs", 1) < 1:
+        raise ValueError(f"tokenizer_train_docs {fields['tokenizer_train_docs']} must be 1 or more")
     both = caseops.TRAINER_SETTINGS.keys() & fields.get("trainer_overrides", {})
     if fields.get("caseops") and both:
         raise ValueError(f"caseops sets {min(both)} itself: leave it out of trainer_overrides")
@@ -215,9 +217,10 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
         limit = int(settings.get("max_sentence_length", MAX_SENTENCE_BYTES))
         model = train_sentencepiece(sentences_of(texts, limit, cut, counts), **settings)
     except (RuntimeError, ValueError) as error:
-        used = f"{counts['used_docs']} of {counts['docs']} documents"
-        advice = str(error).replace("with --character_coverage option", "in trainer_overrides")
-        raise ValueError(f"{spec.name}: SentencePiece cannot train on {used}: {advice}") from None
+        reason = re.sub(r".*\.cc\(\d+\) \[.*\] ", "", str(error))  # its file, line and condition
+        if sizes := re.search(r"required_chars\. (\d+) vs (\d+)", reason):
+            reason = f"vocab_size {sizes[1]} is too small for this text: {sizes[2]} is enough"
+        raise ValueError(f"{spec.name}: SentencePiece cannot train: {reason}") from None
     used = f"{counts['used_docs']} of {counts['docs']} documents"
     percent = 100 * counts["used_bytes"] / counts["bytes"]
     pieces = open_model(model, spec.name).vocab_size()

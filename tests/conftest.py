@@ -1,6 +1,5 @@
 """Fixtures: a small real tokenizer, small real shards, a finished run. See helpers/runs.py."""
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("", "data", "tests/helpers", "tests/records", "tests/tools")
 sys.path[:0] = [str(ROOT / name) for name in FOLDERS]
 
+import files  # noqa: E402
 from runs import finished, run_here  # noqa: E402
 from texts import TEXTS, VOCAB_SIZE, train_tokenizer, write_shard  # noqa: E402
 
@@ -29,12 +29,19 @@ def pytest_configure(config) -> None:
     # The script would inherit the signals that nohup and a shell's & ignore.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))  # several files share the cores
+    torch.set_num_threads(max(1, files.cores() // 2))  # several files share the cores
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    is_chosen = "records" in config.option.markexpr
+    return [] if is_chosen else ["tests marked records are left out: -m records runs them"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "records" not in config.option.markexpr:
-        items[:] = [item for item in items if not item.get_closest_marker("records")]
+        slow = [item for item in items if item.get_closest_marker("records")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

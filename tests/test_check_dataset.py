@@ -1,11 +1,15 @@
 """data/check_dataset.py: the counts of a good dataset, and an error for each kind of damage."""
 
 import json
+import os
 import random
 import shutil
+import signal
+import subprocess
 import sys
 
 import check_dataset
+import files
 import pytest
 from sentencepiece import SentencePieceProcessor
 from texts import TEXTS, VOCAB_SIZE, read_shard, train_tokenizer, write_shard
@@ -89,6 +93,18 @@ def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer, tmp_pat
     assert f"{other} says vocab_size:1, but 384 was found" in line
 
 
+@pytest.mark.parametrize("link, name", [("new/my", ""), ("datasets/my", ""), ("new/all", "small")])
+def test_the_manifest_of_a_link_is_above_its_target(
+    capsys, folder, tokenizer, tmp_path, link, name
+):
+    """A manifest above the link that does not list it is not the dataset's."""
+    write_manifest(folder, stats={"tokens_val": 7})
+    (tmp_path / link).parent.mkdir(exist_ok=True)
+    (tmp_path / link).symlink_to(folder.parent if name else folder)
+    (line,) = check(capsys, tmp_path / link / name, tokenizer)[1]
+    assert f"{tmp_path}/manifest.json says tokens_val:7, but 1500 was found" in line
+
+
 def write_splits(folder, tokenizer, val: list[str], train: list[str]) -> None:
     """Write both splits, training in two shards, of which the first ends inside a document."""
     sp = SentencePieceProcessor(model_file=str(tokenizer))
@@ -124,3 +140,22 @@ def test_short_documents_that_repeat_are_a_warning(capsys, folder, tokenizer):
     output, problems = check(capsys, folder, tokenizer)
     assert "val: 220 of 221 documents (99.55%) are also" in output and problems == []
     assert "WARNING: many documents of under 50 tokens repeat" in output
+
+
+@pytest.mark.parametrize("flush, code", [(True, 128 + signal.SIGPIPE), (False, 0)])
+def test_a_program_ends_with_the_reader_of_its_output(tmp_path, flush, code):
+    """Such as head. Without a flush, Python writes the text at its exit."""
+    (tmp_path / "program.py").write_text(f"""if True:
+        import files
+        files.start_program(None)
+        try:
+            print("text", flush={flush})
+        except OSError as error:
+            files.sys.exit(f"cannot read: {{error}}")""")
+    reader, writer = os.pipe()
+    os.close(reader)
+    settings = {"stdout": writer, "stderr": subprocess.PIPE, "cwd": tmp_path}
+    settings["env"] = {"PYTHONPATH": os.path.dirname(files.__file__)}
+    result = subprocess.run([sys.executable, "program.py"], **settings)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (code, b"")

@@ -6,7 +6,7 @@ import sys
 
 import compare_runs
 import pytest
-from logs import read_run
+from logs import read_run, script_of_log
 from runs import ROOT, scores
 
 # A script that has lines like those of a log.
@@ -93,14 +93,59 @@ def test_the_score_is_the_last_line_with_eight_digits(tmp_path, capsys, name, li
     assert "scores: final_int8_zlib_roundtrip_exact in ours" in out
 
 
+def test_the_script_of_the_last_start_comes_back_byte_for_byte(tmp_path):
+    """A script may have the lines that follow it in a log, lines of a log, and any line ends."""
+    header = f"\n{'=' * 100}\nRunning Python 3.1 (a) [b]\nRunning PyTorch 2\n|no|\n{'=' * 100}\n"
+    script = f'"""Doc.{header}{START}"""\nx: int = 1\n\nclass InputError(ValueError): ...'
+    log = tmp_path / "log.txt"
+    for text in (script, script + "\n\n", script.replace("\n", "\r\n"), f"\ufeff{script}"):
+        for earlier in ("", f"y = 1\n{header}{START}warmup_step:1/3\n"):
+            log.write_bytes((earlier + text + header + START).encode())
+            assert script_of_log(log) == text.encode(), (text, earlier)
+    log.write_text(START)
+    with pytest.raises(ValueError, match="has no script"):
+        script_of_log(log)
+
+
 def test_runs_without_the_final_line_are_named(tmp_path, capsys):
     sides = write_sides(tmp_path, first=9)
     path = tmp_path / "bad.txt"
-    for text, end in (("", ""), (LOG[:-2], "1.9819714"), (LOG + HEAD + START, "323.98ms")):
+    stopped = f"{START}stopped: signal:15 step:1/20: rerun with RUN_ID={99 * 'x'}y\n"
+    ends = ("", ""), (LOG[:-2], "1.9819714"), (LOG + HEAD + START, "323.98ms"), (stopped, "xy")
+    for text, end in ends:
         path.write_text(text)
         code, out = compare(capsys, *sides, path)
         assert code == 0 and "n = 3, mean" in out
         assert re.search(f"no final line: {re.escape(str(path))}: .*{end}'", out)
+
+
+def test_a_line_without_its_numbers_is_no_line(tmp_path, capsys):
+    """Two processes write into one log, or the text is not from a run. nan is a number."""
+    step = "step:10/20 train_loss:5.6390 train_time:3240ms"
+    for i, (old, new) in enumerate([
+        (step, f"step:10/20 train_loss:5.6{step}"), (step, f"step:10/20 train_loss:5.6 {step}"),
+        ("5.6390 ", "5.6390, "), ("avg:323.98", "avg:3x"), ("val_bpb:2.1251", "val_bpb:2.1.2"),
+    ]):  # fmt: skip
+        (tmp_path / f"{i}.txt").write_text(LOG.replace(old, new))
+        run = read_run(tmp_path / f"{i}.txt")
+        is_val = "val_bpb" in old
+        assert (10 in run.train, 18 in run.val) == (is_val, not is_val) and not run.unfinished
+    (tmp_path / "5.txt").write_text(LOG.replace("5.6390", "nan"))
+    assert str(read_run(tmp_path / "5.txt").train) == "{1: 6.9301, 10: nan}"
+    (tmp_path / "6.txt").write_text(LOG.replace("3.52821744", "0.00000000"))
+    code, out = compare(capsys, *sorted(tmp_path.iterdir()))
+    assert code == 0 and out.count("1.981971") == 7 and "  0.000000" in out
+
+
+def test_a_default_name_shows_its_folder(tmp_path, capsys):
+    """The name is this project's or the baseline's, the folder OUTPUT_DIR."""
+    names = "261126-135519-0a1b", "123e4567-e89b-12d3-a456-426614174000", "mine"
+    logs = tmp_path / "out" / "logs"
+    logs.mkdir(parents=True)
+    for name in names:
+        (logs / f"{name}.txt").write_text(LOG)
+    out = compare(capsys, *logs.iterdir())[1]
+    assert all(f"\n  out/{name} " in out for name in names[:2]) and "\n  mine " in out
 
 
 def test_runs_of_one_seed_are_judged_as_in_an_experiment(tmp_path, capsys):
@@ -189,11 +234,16 @@ def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
     for path in sides[4:]:
         text = path.read_text().replace("3.7829", "3.9")
         loss, bpb = scores(text.splitlines()[-1])
-        text = text.replace(f"{loss:.8f}", f"{1.2 * loss:.8f}").replace("tokens:52608", "tokens:9")
+        text = text.replace(f"{loss:.8f}", f"{1.2 * loss:.8f}")
+        text = text.replace("tokens:52608", "tokens:43840")
         path.write_text(text.replace("a.model", "b.model"))
     code, out = compare(capsys, *sides, "--alpha=0.1")
     assert code == 0 and re.search("all runs: 0.1.* bits per byte, .*\n.*shown", out)
     assert "nats" not in out and "warning" not in out
+    other = sides[4].read_text().replace("tokens:43840", "tokens:42000")
+    (tmp_path / "other.txt").write_text(other)
+    out = compare(capsys, *sides, tmp_path / "other.txt")[1]
+    assert "warning: the runs differ in validation text: 145,424 to 151,795 bytes" in out
     groups = [compare_runs.Group("a", [*map(read_run, sides[1:3] + sides[4:])])]
     lines = [line.get_ydata() for line in compare_runs.draw(groups).axes[0].lines]
     ends = [y[-1] for y in lines if len(y) > 0]  # training, validation, training, ...
@@ -216,6 +266,39 @@ def test_without_arguments_the_newest_log_is_drawn(tmp_path, capsys, monkeypatch
     assert compare(capsys, "logs/n\xe9w.txt", "logs/old.txt", "--picture=two.svg")[0] == 0
 
 
+def draw_logs(folder, texts: dict[str, str]):
+    """Draw logs with these names and texts. Returns the figure."""
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    runs = [read_run(folder / name) for name in texts]
+    return compare_runs.draw([compare_runs.Group("runs", runs)])
+
+
+def test_the_legend_shows_each_name_as_text_with_the_color_of_its_curve(tmp_path):
+    """matplotlib hides labels that begin with _, takes text between dollars for TeX, and has ten
+    colors."""
+    names = ["_a.txt", "$x^{_$.txt", *(f"{i}.txt" for i in range(10))]
+    texts = {name: LOG.replace("6.9301", f"{i}.0") for i, name in enumerate(names)}
+    figure = draw_logs(tmp_path, texts)
+    figure.savefig(tmp_path / "a.png")
+    [legend] = figure.legends
+    lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 2]
+    firsts = {
+        line.get_color(): line.get_ydata()[0] for line in lines if line.get_marker() == "None"
+    }
+    keys = zip(legend.get_texts(), legend.legend_handles, strict=True)
+    shown = [(text.get_text(), firsts[handle.get_color()]) for text, handle in keys]
+    assert shown == [(f"{name[:-4]}: 1.9820", i) for i, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("steps, is_whole", [(299, True), (300, False)])
+def test_the_first_steps_of_a_long_run_are_above_the_picture(tmp_path, steps, is_whole):
+    text = LOG.replace("step:18/20", f"step:{steps}/{steps}")
+    axes = draw_logs(tmp_path, {"a": text}).axes[0]
+    assert (axes.get_ylim()[1] > 6.9316) == is_whole
+    assert ("the first steps are above" in axes.get_title()) == (not is_whole)
+
+
 def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
     """2 is an error. 3 means that there is nothing to draw, but the 1 of a verdict overrides it."""
     monkeypatch.chdir(tmp_path)
@@ -226,9 +309,13 @@ def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
         ([log, "--baseline", log], 2, "give either logs, or --baseline"),
         ([log, "--picture=a.pdf"], 2, "must end in .svg or .png"),
         ([ROOT / "README.md"], 2, "README.md is not the log of a run"),
+        ([tmp_path], 2, "' is a folder: name files in it"),
+        ([log, "--picture=no/a.png"], 2, "no/a.png: No such file"),
+        ([log, "--alpha=5"], 2, "--alpha: '5' is not a number > 0 and < 1"),
+        ([log, "--by=nan"], 2, "--by: 'nan' is not a number"),
     ]:
         ended, out = compare(capsys, *arguments)
-        assert ended == code and words in out, arguments
+        assert ended == code and words in out and "Errno" not in out, arguments
     for path in sides[1:5] + sides[6:]:
         path.write_text(path.read_text().replace("step:", "skip:"))
     for more, code in (["--picture=b.svg"], 3), (["--picture=b.svg", "--by=1"], 1), ([], 0):

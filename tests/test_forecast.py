@@ -27,6 +27,13 @@ def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, mon
     sizes_of(script, "0.3", code=1)
 
 
+@pytest.mark.parametrize("std", ["-1", "nan", "inf", "1e9", "x"])
+def test_a_deviation_that_no_weights_have_is_an_error(capsys, std):
+    with pytest.raises(SystemExit, match="^2$"):
+        forecast.main(["--std", std])
+    assert f"--std: '{std}' is not a number >= 0 and <= 1000\n" in capsys.readouterr().err
+
+
 @pytest.mark.baseline
 @pytest.mark.records
 @pytest.mark.parametrize("preset", ["record1394", "record1855", "record2014", "record2135"])

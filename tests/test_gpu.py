@@ -1,5 +1,6 @@
 """Tests that need a GPU: python -m pytest tests -m gpu"""
 
+import gc
 import os
 import re
 import subprocess
@@ -101,8 +102,11 @@ def test_a_step_of_the_default_model_takes_less_memory_than_the_references(tmp_p
     tokens = np.random.default_rng(0).integers(1024, size=600_000)
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     hp = Hyperparameters(data_path=str(tmp_path))
-    state = train_gpt.TrainingState(hp, Runtime(0, 1, GPU, torch.bfloat16, True))
+    gc.collect()
+    torch._dynamo.reset()
+    before = torch.cuda.memory_allocated()  # by other tests
     torch.cuda.reset_peak_memory_stats()
+    state = train_gpt.TrainingState(hp, Runtime(0, 1, GPU, torch.bfloat16, True))
     for _ in range(2):  # the second step has optimizer state
         train_gpt.train_step(state)
-    assert torch.cuda.max_memory_allocated() >> 20 < REFERENCE_PEAK_MIB
+    assert (torch.cuda.max_memory_allocated() - before) >> 20 < REFERENCE_PEAK_MIB

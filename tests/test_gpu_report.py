@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import bench_step
 import gpu_report
 import pytest
+import torch
 from runs import run_here
 
 import train_gpt
@@ -20,7 +21,8 @@ def read_report(folder: Path) -> dict[str, str]:
     return dict(re.findall(r"^\| (.+) \| (.+) \| \d+ \|$", report, re.M))
 
 
-def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
+def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch, capsys):
+    """A line before each part says that it begins."""
     program = "import os; print('not shown'); print(os.environ['SEED']); print(2)"
     parts = [
         ("fails", 60, ["-c", "print('begun'); raise ValueError('broken')"], "", 1),
@@ -28,7 +30,7 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
         ("works", 60, ["-c", program], "SEED=7", 2),
     ]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["gpu_report.py"])
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--tiny"])
     monkeypatch.setattr(gpu_report, "PARTS", parts)
     assert gpu_report.main() == 1
     assert read_report(tmp_path) == {
@@ -36,6 +38,17 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
         "hangs": "FAILED: it took too long",
         "works": "7<br>2",
     }
+    begun = re.findall(r"^(\w+): at most \d+ s\n\1: ", capsys.readouterr().out, re.M)
+    assert begun == ["fails", "hangs", "works"]
+
+
+def test_without_a_gpu_it_says_so_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_report, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="^2$"):
+        gpu_report.main()
+    assert "no GPU here: --tiny" in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.baseline
@@ -58,7 +71,11 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     assert gpu_report.main() == 0, read_report(tmp_path)
-    first, second, third, export, *demos, losses, tests = read_report(tmp_path).values()
+    product, copied, first, second, third, export, *demos, losses, tests = read_report(
+        tmp_path
+    ).values()
+    assert re.fullmatch(r"[\d.]+ TFLOP/s, 128 x 128 in bf16", product)
+    assert re.fullmatch(r"[\d.]+ TB/s read and written, 16 MiB", copied)
     assert len(re.findall(r"\d ms +\d+ x `[^`]+`<br>", first)) == 10
     for times in (first, second, third):
         assert re.search(r"^cpu .*<br>trainer .*<br>model .* TFLOP/s, .*<br>ratio .*\dx$", times)

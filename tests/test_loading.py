@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import score
 import torch
-from runs import failed, finished, run_here, run_ranks, scores
+from runs import SCRIPT, failed, finished, run_here, run_ranks, scores
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters, InputError, load_weights
@@ -209,3 +209,34 @@ def test_a_missing_or_damaged_result_is_named(trained, tmp_path, score_knobs, qu
     failed(without, RESULT)
     (tmp_path / RESULT).write_text("{")
     failed(run_here(tmp_path, score_knobs, score, [path]), RESULT)
+
+
+def test_weights_that_do_not_fit_name_the_knobs_that_differ_and_the_log(
+    trained, tmp_path, score_knobs
+):
+    path = str(trained[0] / CHECKPOINT)
+    changed = (
+        "knobs that differ: DATA_PATH=.*, NUM_LAYERS=3 \\(its run: 2\\); --script logs/test.txt"
+    )
+    error = failed(run_here(tmp_path, {**score_knobs, "NUM_LAYERS": "3"}, score, [path]))
+    assert re.search(changed, error), error
+
+
+def test_an_undone_edit_is_scored_with_the_script_of_the_log(trained, tmp_path, score_knobs):
+    """The warning names the log. The edit sets the mean loss."""
+    edited = SCRIPT.read_bytes() + b"\ndef mean_loss(losses, runtime): return 1.25"
+    copy_result(trained[0], tmp_path, {}, bytes_code=len(edited))
+    path, log = shutil.copy(trained[0] / ARTIFACT, tmp_path), tmp_path / "logs" / "test.txt"
+    lines = score_file(tmp_path, score_knobs, path)
+    (warning,) = [line for line in lines if line.startswith("WARNING")]
+    assert "--script logs/test.txt" in warning
+    log.write_bytes(edited + b"\n" + 100 * b"=" + b"\nRunning Python 3")
+    result = run_here(tmp_path, score_knobs, score, [path, f"--script={log}"])
+    assert "val_loss:1.25000000" in finished(result)[-1] and "WARNING" not in result.stdout
+    failed(run_here(tmp_path, score_knobs, score, [path, f"--script={path}"]), "has no script")
+
+
+def test_a_script_whose_module_is_missing_is_one_line(trained, tmp_path, score_knobs):
+    (tmp_path / "own.py").write_text("import nowhere")
+    arguments = [str(trained[0] / ARTIFACT), f"--script={tmp_path}/own.py"]
+    failed(run_here(tmp_path, score_knobs, score, arguments), "own.py imports nowhere, ")

@@ -60,15 +60,19 @@ def test_a_script_of_any_encoding_shows_its_lines_in_a_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("option, folder", [("-OO", "data"), ("-B", "tests/tools")])
-def test_help_needs_no_docstrings(tmp_path, option, folder):
+def test_help_needs_no_docstrings_and_no_folder_on_the_path(tmp_path, option, folder):
     """-OO drops docstrings. The programs of both folders show them by one function; those of
-    tests/tools import torch, which -OO compiles anew, in half a minute."""
-    files = ROOT.glob(f"{folder}/*.py")
+    tests/tools import torch, which -OO compiles anew, in half a minute. As with PYTHONSAFEPATH=1,
+    which Python 3.10 lacks, a program's folder is not on the path."""
+    files = [*ROOT.glob(f"{folder}/*.py")]
     programs = [str(path) for path in files if "\nif __name__" in path.read_text()]
     code = f"""
-import contextlib, os, runpy, sys
+import contextlib, runpy, sys
+before = [*sys.path]
 for path in {programs}:
-    sys.argv, sys.path[0] = [path, "--help"], os.path.dirname(path)
+    sys.argv, sys.path[:] = [path, "--help"], before
+    for name in {[path.stem for path in files]}:
+        sys.modules.pop(name, None)
     with contextlib.suppress(SystemExit):
         runpy.run_path(path, run_name="__main__")
 """
@@ -77,11 +81,18 @@ for path in {programs}:
     assert result.stdout.count("usage: ") == len(programs) > 3
 
 
+def test_the_folder_of_the_packed_script_is_made(tmp_path):
+    (tmp_path / "script.py").write_text("print(1)\n")
+    run(tmp_path, PACK, "script.py", "a/b/packed.py").check_returncode()
+    assert (tmp_path / "a/b/packed.py").is_file()
+
+
 def test_an_error_writes_nothing(tmp_path):
     (tmp_path / "broken.py").write_text("(")
     for script, packed, words in [
         ("broken.py", "packed.py", "SyntaxError"),
         ("broken.py", "./broken.py", "would overwrite its own source"),
+        (PACK, "broken.py/packed.py", "name another file\n"),
     ]:
         result = run(tmp_path, PACK, script, packed)
         assert result.returncode != 0 and words in result.stderr

@@ -230,6 +230,13 @@ def test_a_lone_space_in_bytes_is_one_byte_and_a_wrong_tokenizer_is_named(small,
     assert referee.check_bytes(case) == (True, f"{size} in the decoded text, {size} in the score")
 
 
+def test_a_train_shard_that_cannot_be_read_is_named(small, tmp_path):
+    data = shutil.copytree(small["DATA_PATH"], tmp_path / "data")
+    (data / "fineweb_train_1.bin").symlink_to("nowhere")
+    finding = judge(train_gpt, {**small, "DATA_PATH": str(data)})[LEAKS]
+    assert finding[0] == "not tested" and "fineweb_train_1.bin cannot be read" in finding[1]
+
+
 @pytest.mark.parametrize("gpus", [1, 8])  # without eight, times are shown, not judged
 @pytest.mark.parametrize("change", [{"train_ms": 595_102}, {"eval_ms": 600_001}])
 def test_limits_count_calibration(tmp_path, monkeypatch, gpus, change):
@@ -255,3 +262,7 @@ def test_the_program_prints_a_table_and_exits_with_the_verdict(trained, tmp_path
     assert referee.main([str(model), "--minutes=0"]) == 1
     model.write_bytes(b"no model")
     assert referee.main([str(model)]) == 2
+    for option in ("--places=0", "--tokens=-1", "--minutes=nan"):
+        with pytest.raises(SystemExit, match="2"):
+            referee.main([str(model), option])
+        assert f"argument {option.partition('=')[0]}: " in capsys.readouterr().err

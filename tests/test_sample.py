@@ -61,7 +61,28 @@ def test_a_lone_space_that_the_tokenizer_writes_in_bytes_is_a_space(trained, tmp
 
 def test_an_error_says_what_is_missing(tmp_path, trained):
     copied = str(shutil.copy(trained[0] / "final_model.pt", tmp_path))
-    with pytest.raises(SystemExit, match="does not fit: .*final_result.json next.*--script names"):
+    with pytest.raises(SystemExit, match="does not fit: .*; --script logs/RUN_ID.txt takes"):
         sample.main([copied])
     with pytest.raises(SystemExit, match="none.* set --tokenizer"):
         sample.main([str(trained[0] / "final_model.pt"), "--tokenizer=none"])
+
+
+def test_the_end_of_the_document_and_a_misspelled_knob_are_named(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """The document ends with the token that begins the next one. The script is in a log."""
+    log = tmp_path / "log.txt"
+    edited = EDITED.replace("(ids.flatten() + ids.shape[1]) % 384", "[1] * ids.shape[1]")
+    log.write_text(f"{edited}\n{'=' * 100}\nRunning Python 3")
+    monkeypatch.setenv("ITERATION", "5")
+    sample.main([str(trained[0] / "final_model.pt"), "The", f"--script={log}", "--temperature=0"])
+    out, err = capsys.readouterr()
+    assert out == "The\n" and "(the document ended after 0 tokens)" in err
+    assert "unknown_knob:ITERATION is ignored: did you mean ITERATIONS?" in err
+
+
+@pytest.mark.parametrize("option", ["--tokens=-1", "--temperature=nan", "--seed=-1"])
+def test_a_number_out_of_bounds_is_refused(trained, capsys, option):
+    with pytest.raises(SystemExit, match="2"):
+        sample.main([str(trained[0] / "final_model.pt"), option])
+    assert f"argument {option.partition('=')[0]}: " in capsys.readouterr().err

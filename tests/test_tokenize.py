@@ -1,15 +1,20 @@
 """data/download_hf_docs_and_tokenize.py: documents become tokenizers, shards and a manifest."""
 
+import contextlib
 import functools
 import hashlib
+import io
 import json
+import lzma
 import os
 import re
+import runpy
 import shlex
 import sys
 import threading
 from collections import Counter
 
+import caseops
 import check_dataset
 import download_hf_docs_and_tokenize as rebuild
 import files
@@ -45,10 +50,12 @@ def run(folder, *args, specs=SPECS[:1], docs=()) -> dict:
 
 
 def failure(folder, *args, **more) -> str:
-    with pytest.raises(SystemExit) as stop:
+    """Return the last line on stderr, after progress bars. The exit code must be 2."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit, match="^2$"):
         run(folder, *args, **more)
-    assert "\n" not in str(stop.value)
-    return str(stop.value)
+    *_, line = errors.getvalue().splitlines()
+    return line
 
 
 def test_shards_have_the_tokens_that_sentencepiece_makes(tmp_path, monkeypatch):
@@ -141,6 +148,7 @@ def test_bad_specs_are_named(tmp_path):
         "'tiktoken' is not one of": [{"kind": "tiktoken"}],
         "vocab_size 65537 must be 1 to 65536": [{"vocab_size": 65_537}],
         "vocab_size 256 must be 260": [{"kind": "byte", "vocab_size": 256}],
+        "tokenizer_train_docs 0 must be 1": [{"vocab_size": 9, "tokenizer_train_docs": 0}],
         "2: fineweb10B_sp9 is another": [{"vocab_size": 9}, {"vocab_size": 9, "name": "n"}],
     }
     for words, content in bad.items():
@@ -177,6 +185,29 @@ def test_your_own_text(tmp_path, capsys):
         f"TOKENIZER_PATH={folder}/tokenizers/fineweb_60000_bpe.model",
         *(f"VOCAB_SIZE={size}", "python", os.path.relpath(ROOT / "train_gpt.py")),
     ]
+
+
+def test_your_own_text_needs_no_package_of_the_download(tmp_path, tokenizer, monkeypatch):
+    for name in ("huggingface_hub", "tqdm"):
+        monkeypatch.setitem(sys.modules, name, None)  # its import fails
+    monkeypatch.delitem(sys.modules, "cached_challenge_fineweb", raising=False)
+    arguments = ["--docs", write_documents(tmp_path / "docs.jsonl"), "--output-root", tmp_path]
+    arguments += ["--vocab-size", 384, "--reuse-sp-model", f"384={tokenizer}"]
+    runpy.run_path(rebuild.__file__)["main"]([str(argument) for argument in arguments])
+    assert (tmp_path / "manifest.json").is_file()
+
+
+def test_what_a_score_on_the_validation_split_is_worth(tmp_path, tokenizer, capsys):
+    """Documents that are also in training, and the score of an ordinary compressor."""
+    docs = write_documents(tmp_path / "docs.jsonl", [*TEXTS[:4], *TEXTS[2:9]])
+    run(tmp_path, "--num-val-docs", 4, "--reuse-sp-model", f"384={tokenizer}", docs=[docs])
+    output = capsys.readouterr().out
+    assert "val: 2 of 4 documents (50.00%) are also in train shards" in output
+    assert re.search("WARNING: .*2 of 4 validation documents are in the train shards", output)
+    text = "".join(map(caseops.normalize, TEXTS[:4])).encode()
+    xz_bpb = 8 * len(lzma.compress(text, preset=9)) / len(text)
+    bpb, num_bytes = re.search(r"val: lzma_bpb:(\S+) \(lzma on (\d+) validation", output).groups()
+    assert int(num_bytes) == len(text) and 0.9 * xz_bpb < float(bpb) < xz_bpb
 
 
 def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
@@ -311,12 +342,25 @@ def test_errors_are_one_line(tmp_path, capsys):
     spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
     message = failure(tmp_path, specs=[spec], docs=[docs])
     assert "sp_bpe_512" in message and "coverage" in message
-    assert "262 vs" in failure(tmp_path, specs=[{"vocab_size": 262}], docs=[docs])
+    message = failure(tmp_path, specs=[{"vocab_size": 262}], docs=[docs])
+    assert "vocab_size 262 is too small" in message and ".cc" not in message
+    enough = int(re.search(r"(\d+) is enough", message)[1])
+    assert str(enough) in failure(tmp_path, specs=[{"vocab_size": enough - 1}], docs=[docs])
+    run(tmp_path, specs=[{"vocab_size": enough}], docs=[docs])
     assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=[docs])
     assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
     (tmp_path / SIDECAR).write_text('{"docs_val": null}')
     assert "get 50000" in failure(tmp_path, docs=[docs])
-    with pytest.raises(SystemExit, match="--shuffle needs --docs"):
+    with pytest.raises(SystemExit, match="^2$"):
         rebuild.main([f"--output-root={tmp_path}", "--shuffle=1"])
-    failure(tmp_path, "--chunk-tokens", 2**31)
-    assert "must be a number from 1 to 2147483647" in capsys.readouterr().err
+    assert "--shuffle needs --docs" in capsys.readouterr().err
+    for option, values in {
+        "--vocab-size": (0, 2**16 + 1),
+        "--chunk-tokens": (0, 2**31),
+        "--num-val-docs": (-1, "5%"),
+        "--tokenizer-train-docs": (0, "nan"),
+        "--shuffle": (-1, 0.5),
+    }.items():
+        for value in values:
+            message = failure(tmp_path, f"{option}={value}")
+            assert f"{option}: '{value}' is not a whole number" in message

@@ -21,7 +21,7 @@ PAIRS = np.array([
     0.0066, 0.0055, 0.0074, 0.0008, 0.0090, 0.0051, 0.0008, 0.0033, 0.0121, 0.0095,
 ])  # fmt: skip
 PAIR = float(np.median(PAIRS))
-EFFECTS = (0, 0.5, 1, 2)  # true gains, in units of PAIR
+EFFECTS = (0, 0.5, 1, 2, 3)  # true gains, in units of PAIR
 GROUPS = 4000  # each has a hundred changes
 
 Rule = tuple[np.ndarray, float]  # mask of the changes it keeps; runs for a hundred changes
@@ -35,37 +35,53 @@ def first_that_passes(gains: np.ndarray) -> Rule:
     return kept, 100 * pairs.mean() + 8
 
 
-def experiment(gains: np.ndarray, by: float, most: int = 8) -> Rule:
-    """Stop at the first verdict, as experiment.py does."""
+def looks(
+    gains: np.ndarray, most: int, by: float = 0.0, alpha: float = anytime.ALPHA, early: bool = True
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Look after each pair from the second on, until the verdict is better or hopeless. Returns
+    which changes are better, the pairs they took, and the mean gain at the end. early: a mean gain
+    that is not above `by` ends the experiment, as in experiment.py."""
     n, gains = np.arange(2, most + 1), gains[..., :most]
     means = gains.cumsum(axis=2)[..., 1:] / n
     squares = (gains**2).cumsum(axis=2)[..., 1:]
     deviations = np.sqrt((squares - n * means**2) / (n - 1))
-    half = np.array([anytime.quantile(k) for k in n]) * deviations / np.sqrt(n)
+    half = np.array([anytime.quantile(k, alpha) for k in n]) * deviations / np.sqrt(n)
     is_better = means - half > by
-    is_sure = is_better | (means + half < by)
-    first = np.where(is_sure.any(axis=2), is_sure.argmax(axis=2), most - 2)
-    kept = np.take_along_axis(is_better, first[..., None], axis=2)[..., 0]
-    return kept, 100 * (first + 2).mean() + most
+    is_over = is_better | (means + half < by) | (early & (means < by))
+    last = np.where(is_over.any(axis=2), is_over.argmax(axis=2), most - 2)[..., None]
+    kept, mean = (np.take_along_axis(each, last, axis=2)[..., 0] for each in (is_better, means))
+    return kept, last[..., 0] + 2, mean
 
 
-def simulate() -> dict[str, list[int]]:
+def experiment(gains: np.ndarray, most: int, **options: float) -> Rule:
+    kept, pairs, _ = looks(gains, most, **options)
+    return kept, 100 * pairs.mean() + most
+
+
+def draw_gains() -> np.ndarray:
+    """Gains of 16 pairs for 60,000 changes, each with a spread of its own and no true gain."""
+    random = np.random.default_rng(1)
+    return random.choice(PAIRS, (600, 100, 1)) * random.standard_normal((600, 100, 16))
+
+
+def simulate() -> dict[str, list[float]]:
     """Return for each rule the percentage of changes that it keeps, for each of EFFECTS, and the
     runs that it spends on a hundred useless changes."""
     random = np.random.default_rng(0)
     half = PAIR / math.sqrt(2)  # share of each side in the spread of a pair
-    spreads = random.choice(PAIRS, (GROUPS, 100, 1))  # each change has its own
-    # Gains of pairs with many seeds. These groups share nothing, so fewer of them suffice.
-    gains = spreads[:300] * random.standard_normal((300, 100, 30))
+    spreads = random.choice(PAIRS, (GROUPS, 100))  # each change has its own
+    gains = draw_gains()
     # A loop that trains one run with one seed compares all with the same baseline.
-    baseline, second = random.normal(0, half, (2, GROUPS, 1))
-    single = baseline - random.normal(0, 1, (GROUPS, 100)) * spreads[..., 0] / math.sqrt(2)
+    drawn = random.normal(0, half, (2, GROUPS // 2, 1))
+    baseline, second = np.concatenate([drawn, -drawn], axis=1)  # mirrored: their mean is 0
+    single = baseline - random.normal(0, 1, (GROUPS, 100)) * spreads / math.sqrt(2)
     other_seed = random.normal(0, math.sqrt(2 * (RUN**2 - half**2)), (GROUPS, 1))
     two_baselines = np.abs(baseline - second + other_seed)
     # Nearly all of the hundred are useless, so they decide the deviation.
     center = np.median(single, axis=1, keepdims=True)
     deviation = np.median(np.abs(single - center), axis=1, keepdims=True)
-    z_test = "p < 0.01 with a fixed standard deviation, at the first pair that passes"
+    z_test = "p < 0.01 with a fixed standard deviation, at the first of 8 pairs that passes"
+    old = {"most": 8, "by": 0.005, "alpha": 0.01, "early": False}
     rules = {
         "lower in one run": lambda gain: (single + gain > 0, 101),
         "lower by twice the difference of two baseline runs": (
@@ -75,21 +91,38 @@ def simulate() -> dict[str, list[int]]:
             lambda gain: (single + gain > 2 * deviation, 101)
         ),
         z_test: lambda gain: first_that_passes(gains + gain),
-        "surely lower (`--by 0`)": lambda gain: experiment(gains + gain, 0),
-        "surely lower, up to 30 pairs": lambda gain: experiment(gains + gain, 0, most=30),
-        "surely lower by 0.005 (experiment.py's default)": (
-            lambda gain: experiment(gains + gain, 0.005)
+        "surely lower by 0.005, at 1 %, 8 pairs": lambda gain: experiment(gains + gain, **old),
+        "surely lower, at 5 %, 8 pairs": lambda gain: experiment(gains + gain, 8, early=False),
+        "surely lower, at 5 %, 16 pairs": lambda gain: experiment(gains + gain, 16, early=False),
+        "the same, and ends when the mean gain is negative (experiment.py)": (
+            lambda gain: experiment(gains + gain, 16)
         ),
     }
     rows = {}
     for name, rule in rules.items():
         results = [rule(effect * PAIR) for effect in EFFECTS]
-        rows[name] = [round(100 * kept.mean()) for kept, _ in results] + [round(results[0][1])]
+        shares = [100 * kept.mean() for kept, _ in results]
+        rows[name] = [
+            *(round(share, 1) if share < 10 else round(share) for share in shares),
+            round(results[0][1]),
+        ]
     return rows
+
+
+def winners() -> list[str]:
+    """The bias of a winner's gain, and the pairs of a change, in experiment.py."""
+    gains, lines = draw_gains(), []
+    for effect in (-1, *EFFECTS):
+        kept, pairs, mean = looks(gains + effect * PAIR, 16)
+        ratio = mean[kept].mean() / (effect * PAIR) if effect > 0 else math.nan
+        lines.append(
+            f"true gain {effect:g}: pairs {pairs.mean():.1f}, a winner's gain {ratio:.2f} times"
+        )
+    return lines
 
 
 if __name__ == "__main__":
     heads = ["keep what is", "useless", *(f"gain {effect:g}" for effect in EFFECTS[1:]), "runs"]
     lines = [heads, ["---"] * len(heads)]
     lines += [[name, *map(str, numbers)] for name, numbers in simulate().items()]
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    print("\n".join(f"| {' | '.join(line)} |" for line in lines), *winners(), sep="\n")

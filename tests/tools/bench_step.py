@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import plain
-from files import start_program, write_shard
+from files import number, start_program, write_shard
 from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
 import train_gpt
@@ -54,7 +54,7 @@ def model_flops(gpt: torch.nn.Module) -> int:
 
 def list_kernels(step: Callable, device: torch.device) -> list[str]:
     """The ten kernels (on a CPU: operators) that take most time in a step."""
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         step()
         torch.get_device_module(device).synchronize()
     name = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
@@ -66,7 +66,7 @@ def list_kernels(step: Callable, device: torch.device) -> list[str]:
 
 def main() -> None:
     parser = start_program(__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
+    parser.add_argument("--rounds", type=number(int, 1), default=15, help="timed steps (15)")
     parser.add_argument("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
     parser.add_argument("--kernels", action="store_true", help="list the ten that take most time")
     args = parser.parse_args()

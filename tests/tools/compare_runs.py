@@ -21,13 +21,19 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NoReturn
 
-import anytime
 import numpy as np
-from logs import Run, read_run
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from scipy import stats
-from trained import start_program
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
+import anytime
+from logs import Run, read_run
+from trained import existing_file, files, start_program
 
 # Facts in which all finished runs should agree.
 SHARED_FACTS = ("data", "validation", "batch", "length", "time_limit", "stride")
@@ -78,15 +84,29 @@ def list_different(runs: list[Run], fact: str) -> str:
     return ", ".join(values) if len(values) > 1 else ""
 
 
+def compare_texts(runs: list[Run]) -> str:
+    """Compare validation texts of different tokenizers by their bytes. Returns the difference."""
+    runs = [r for r in runs if r.figures.keys() >= {"val_tokens", "seq_len"} and r.bpb_per_nat > 0]
+    per_token = [1 / math.log(2) / run.bpb_per_nat for run in runs]
+    sizes = [run.figures["val_tokens"] * x for run, x in zip(runs, per_token, strict=True)] or [0.0]
+    # A tokenizer leaves out less than a window at the end of the split; that text may be dense.
+    windows = [run.figures["seq_len"] * x for run, x in zip(runs, per_token, strict=True)]
+    if max(sizes) - min(sizes) <= 0.001 * max(sizes) + 2 * max(windows, default=0.0):
+        return ""
+    return f"{min(sizes):,.0f} to {max(sizes):,.0f} bytes"
+
+
 def find_warnings(groups: list[Group]) -> list[str]:
     """List differences that make a comparison meaningless."""
     runs = [run for group in groups for run in group.finished]
     warnings = []
     for fact in SHARED_FACTS:
         if fact in ("data", "validation") and list_different(runs, "tokenizer"):
-            continue  # expected
+            continue  # expected; compare_texts() tells
         if values := list_different(runs, fact):
             warnings.append(f"the runs differ in {fact}: {values}")
+    if list_different(runs, "tokenizer") and (sizes := compare_texts(runs)):
+        warnings.append(f"the runs differ in validation text: {sizes}")
     for group in groups if groups[0].name != "runs" else ():
         seeds = group.values("seed")
         if repeat := group.find_repeat():
@@ -185,23 +205,27 @@ def format_report(groups: list[Group], verdict: str) -> str:
 
 # ---- the picture ---------------------------------------------------------------------------------
 def losses_in_view(curves: list[dict[int, float]]) -> tuple[float, float]:
-    """Return the limits of the axis, without the losses of the first fifth, which would flatten the
-    rest. The last loss of a shorter run stays in view, unless that run has hardly begun."""
+    """Return the limits of the axis, from 300 steps on without the losses of the first fifth, which
+    would flatten the rest. The last loss of a shorter run stays in view, unless that run has hardly
+    begun."""
     end = max(step for losses in curves for step in losses)
-    late = [loss for losses in curves for step, loss in losses.items() if step >= end / 5]
+    first = end / 5 if end >= 300 else 0
+    late = [loss for losses in curves for step, loss in losses.items() if step >= first]
     late += [losses[max(losses)] for losses in curves if max(losses) >= end / 50]
     late = [loss for loss in late if math.isfinite(loss)] or [0.0]
     margin = 0.05 * (max(late) - min(late)) or 0.1
     return min(late) - margin, max(late) + margin
 
 
-def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
-    """Draw training losses as lines and validation losses as points, a color for each group."""
-    curves = []
-    for group in groups:
-        style = {"linewidth": 0.9, "alpha": 0.7, "markersize": 4}
+def draw_curves(axes: Axes, groups: list[Group], unit: str) -> list[Line2D]:
+    """Draw training losses as lines and validation losses as points, a color for each group.
+    Returns a line of each group for the legend."""
+    curves, handles, many = [], [], np.linspace(0, 1, len(groups))
+    colors = colormaps["turbo"](many) if len(groups) > 10 else colormaps["tab10"].colors
+    for group, color in zip(groups, colors, strict=False):
+        style = {"linewidth": 0.9, "alpha": 0.7, "markersize": 4, "color": to_hex(color)}
         style["marker"] = "x" if group.name == "candidate" else "o"
-        style["color"] = axes.plot([], [], label=group.name, **style)[0].get_color()
+        handles += axes.plot([], [], **style)
         for run in group.runs:
             # Without a validation yet, bits per byte are unknown: nan leaves the run out.
             factor = 1.0 if unit == "nats" else run.bpb_per_nat
@@ -219,6 +243,7 @@ def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
     axes.set(xlabel="step", ylabel=f"loss in {unit}", ylim=(low, high))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
+    return handles
 
 
 def draw(groups: list[Group]) -> Figure:
@@ -237,12 +262,14 @@ def draw(groups: list[Group]) -> Figure:
     height = max(4.5, 0.2 * len(groups))  # in inches: a group has a line in the legend
     figure = Figure(figsize=(9, height), layout="constrained")
     axes = figure.add_subplot()
-    draw_curves(axes, groups, unit)
+    handles = draw_curves(axes, groups, unit)
     known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
     if unit == "nats" and known:
         limits = [known[0] * loss for loss in axes.get_ylim()]
         axes.twinx().set(ylim=limits, ylabel="bits per byte")
-    figure.legend(axes.get_legend_handles_labels()[0], labels, **legend)
+    texts = figure.legend(handles, ["x"] * len(handles), **legend).get_texts()
+    for text, label in zip(texts, labels, strict=True):
+        text.set(text=label, parse_math=False)  # also a name that begins with _ or has two $
     return figure
 
 
@@ -250,11 +277,13 @@ def draw(groups: list[Group]) -> Figure:
 def main(arguments: list[str] | None = None) -> NoReturn:
     parser = start_program(__doc__)
     logs_help = "runs to show (default: the newest log in logs/, with a picture next to it)"
-    parser.add_argument("logs", nargs="*", type=Path, metavar="LOG", help=logs_help)
-    parser.add_argument("--baseline", nargs="+", type=Path, metavar="LOG")
-    parser.add_argument("--candidate", nargs="+", type=Path, metavar="LOG", help="to be tested")
-    parser.add_argument("--by", type=float, default=0.005, help="nats or bits per byte (0.005)")
-    parser.add_argument("--alpha", type=float, default=0.01, help="level (0.01)")
+    logs = {"type": existing_file, "metavar": "LOG"}
+    by, alpha = files.number(float), files.number(float, 0, 1, exclusive=True)
+    parser.add_argument("logs", nargs="*", help=logs_help, **logs)
+    parser.add_argument("--baseline", nargs="+", **logs)
+    parser.add_argument("--candidate", nargs="+", help="to be tested", **logs)
+    parser.add_argument("--by", type=by, default=0.005, help="nats or bits per byte (0.005)")
+    parser.add_argument("--alpha", type=alpha, default=0.01, help="level (0.01)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw into an .svg or .png")
     args = parser.parse_args(arguments)
     if not (args.logs or args.baseline or args.candidate):
@@ -283,7 +312,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             draw(groups).savefig(args.picture, dpi=150)
             print(f"\npicture: {args.picture}")
     except OSError as error:
-        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
+        problem = f"{error.filename}: {error.strerror}" if error.strerror else error
+        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
         code = 2
     sys.exit(code)
 

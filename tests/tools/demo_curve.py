@@ -6,14 +6,18 @@
 Start it where the demo ran. Needs matplotlib."""
 
 import lzma
+import sys
 from pathlib import Path
 
 import numpy as np
-from logs import Run, read_run
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from sentencepiece import SentencePieceProcessor
-from trained import start_program
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
+from logs import Run, read_run
+from trained import existing_file, start_program
 
 DATASET, TOKENIZER = Path("data/datasets/demo_sp1024"), "data/tokenizers/demo_1024_bpe.model"
 # Text stays text, with one font name; the file is the same each time.
@@ -56,8 +60,9 @@ def draw(run: Run) -> Figure:
 
 if __name__ == "__main__":
     parser = start_program(__doc__)
-    parser.add_argument("log", type=Path)
+    parser.add_argument("log", type=existing_file)
     parser.add_argument("picture", type=Path, help="the .svg to write")
     args = parser.parse_args()
+    args.picture.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
         draw(read_run(args.log)).savefig(args.picture, metadata={"Date": None})

@@ -8,17 +8,22 @@ the script as `pack.py --minify` does. Exit code 0: it fits. 1: it does not."""
 
 import os
 import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import pack
-import torch
-from trained import existing_file, load_script, start_program
+from trained import existing_file, files, load_script, start_program
 
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     parser = start_program(__doc__)
     parser.add_argument("script", type=existing_file, nargs="?", default="train_gpt.py")
-    parser.add_argument("--std", type=float, default=0.3, help="weights' standard deviation (0.3)")
+    std = {"type": files.number(float, 0, 1000), "help": "weights' standard deviation (0.3)"}
+    parser.add_argument("--std", default=0.3, **std)
     args = parser.parse_args(arguments)
     script = load_script(args.script)
     code = pack.pack(pack.minify(pack.read_source(args.script))).encode()

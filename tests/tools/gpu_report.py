@@ -12,24 +12,49 @@ from pathlib import Path
 from subprocess import CalledProcessError, TimeoutExpired, getoutput, run
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
+from bench_step import measure
 from logs import read_run
 from trained import SCRIPT, load_script, start_program
 
 TOOLS = Path(__file__).resolve().parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DEMO = "PRESET=demo BATCH_SLOTS=8 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
 TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIONS=5"
 HEAD = "Send this file in an issue or a pull request.\n\n| part | result | seconds |\n|---|---|---|"
 # Name; deadline in seconds from the start; Python's arguments; knobs; output lines to show.
 PARTS = [
-    ("as trained", 140, [TOOLS / "bench_step.py", "--kernels"], "", 16),
-    ("without cuDNN's attention", 230, [TOOLS / "bench_step.py", "--without-cudnn"], "", 6),
-    ("without torch.compile", 270, [TOOLS / "bench_step.py"], "COMPILE=0", 6),
-    ("export of the default model", 280, [__file__, "export"], "", 3),
-    ("demo", 345, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
-    ("demo on the CPU", 455, [SCRIPT], f"{DEMO} RUN_ID=cpu DEVICE=cpu", 1),
-    ("training losses of the two", 475, [__file__, "compare"], "", 1),
+    ("a large product", 60, [__file__, "product"], "", 1),
+    ("a large copy", 80, [__file__, "copy"], "", 1),
+    ("as trained", 190, [TOOLS / "bench_step.py", "--kernels"], "", 16),
+    ("without cuDNN's attention", 260, [TOOLS / "bench_step.py", "--without-cudnn"], "", 6),
+    ("without torch.compile", 290, [TOOLS / "bench_step.py"], "COMPILE=0", 6),
+    ("export of the default model", 300, [__file__, "export"], "", 3),
+    ("demo", 360, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
+    ("demo on the CPU", 460, [SCRIPT], f"{DEMO} RUN_ID=cpu DEVICE=cpu", 1),
+    ("training losses of the two", 480, [__file__, "compare"], "", 1),
     ("tests marked gpu", 590, ["-m", "pytest", "-q", "-n0", f"{TOOLS}/../test_gpu.py"], "", 1),
 ]
+
+
+def product() -> None:
+    """Time a product of matrices. A rented GPU may be slower than others of its kind."""
+    size = 8192 if DEVICE.type == "cuda" else 128
+    a, b = torch.randn(2, size, size, device=DEVICE, dtype=torch.bfloat16)
+    ms = measure({"product": lambda: a @ b}, 20, DEVICE)["product"]
+    print(f"{2e-9 * size**3 / ms:.4g} TFLOP/s, {size} x {size} in bf16")
+
+
+def copy() -> None:
+    """Time a copy in the GPU's memory."""
+    is_gpu = DEVICE.type == "cuda"
+    size = min(2**32, torch.cuda.mem_get_info()[0] // 4) if is_gpu else 2**24
+    source = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    ms = measure({"copy": lambda: target.copy_(source)}, 20, DEVICE)["copy"]
+    print(f"{2e-9 * size / ms:.4g} TB/s read and written, {size >> 20} MiB")
 
 
 def export() -> None:
@@ -56,6 +81,8 @@ def main() -> int:
     parser = start_program(__doc__)
     parser.add_argument("--tiny", action="store_true", help="measure nothing, try everything")
     is_tiny = parser.parse_args().tiny
+    if DEVICE.type == "cpu" and not is_tiny:
+        parser.error("torch sees no GPU here: --tiny tries everything on a CPU, in a minute")
     gpu = getoutput("nvidia-smi --query-gpu=name,driver_version --format=csv,noheader")
     facts = f"{gpu}, torch {torch.__version__}, commit {getoutput('git describe --always --dirty')}"
     report = f"{facts}\n\n{HEAD}\n"
@@ -64,6 +91,7 @@ def main() -> int:
         for name, end, command, texts, num_lines in PARTS:
             knobs = dict(k.split("=") for k in f"{more} {texts} OUTPUT_DIR={folder}".split())
             started = time.monotonic()
+            print(f"{name}: at most {max(0, begin + end - started):.0f} s", flush=True)
             settings = {"env": os.environ | knobs, "timeout": begin + end - started, "check": True}
             try:
                 done = run([sys.executable, *command], capture_output=True, text=True, **settings)
@@ -80,4 +108,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit({"export": export, "compare": compare}.get(sys.argv[-1], main)())
+    parts = {part.__name__: part for part in (product, copy, export, compare)}
+    sys.exit(parts.get(sys.argv[-1], main)())

@@ -1,5 +1,7 @@
 """Read the logs of runs: those of train_gpt.py, of the challenge's baseline and of records."""
 
+import ast
+import codecs
 import math
 import re
 from contextlib import suppress
@@ -9,17 +11,19 @@ from pathlib import Path
 # A log file begins with the script's source, which ends with a line of 100 "=". The first line that
 # a run prints is the path of its log. The log of the last start follows the last of these lines.
 START_LINE = r"^(?:={100}|(?:\S.*/)?logs/[^/\n]+\.txt)$"
-STEP_LINE = (
-    r"^step:(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) (val_bpb:(?P<bpb>\S+) )?"
-    r".*train_time:\d+ms step_avg:(?P<ms_per_step>\S+)ms"
+NUMBER = r"-?(?:\d+(?:\.\d+)?|nan|inf)"
+STEP_LINE = (  # two processes that write into one log may mangle it: then it does not match
+    r"^step:(?!.*step:)(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>" + NUMBER + ") "
+    r"(?:val_bpb:(?P<bpb>" + NUMBER + r") |(?!val_bpb))"
+    r".*train_time:\d+ms step_avg:(?P<ms_per_step>" + NUMBER + ")ms"
 )
 FACT_LINES = (
     STEP_LINE,
     r"^val_bpb:enabled .*tokenizer_path=(?:.*/)?(?P<tokenizer>.+)",
     r"^train_loader:(?P<data>.*)",
-    r"^val_loader:.* (?P<validation>tokens:\d+)",
-    r"^(?P<batch>train_batch_tokens:(?P<tokens>\d+) train_seq_len:\d+) (?P<length>iterations:\d+) "
-    r".*max_wallclock_seconds:(?P<time_limit>\S+)",
+    r"^val_loader:.* (?P<validation>tokens:(?P<val_tokens>\d+))",
+    r"^(?P<batch>train_batch_tokens:(?P<tokens>\d+) train_seq_len:(?P<seq_len>\d+)) "
+    r"(?P<length>iterations:\d+) .*max_wallclock_seconds:(?P<time_limit>\S+)",
     r"^seed:(?P<seed>\d+)$",
     r"^peak memory allocated: (?P<memory_mib>\d+) MiB",
     r"^Serialized model \S+: (?P<artifact_bytes>\d+) bytes",
@@ -27,6 +31,8 @@ FACT_LINES = (
     r"^(?:\S+ val_loss:.* stride:(?P<stride>\d+).*\n)?"  # a line with four digits comes first
     r"(?P<score>\S+) val_loss:(?P<val_loss>\d+\.\d{8}) val_bpb:(?P<val_bpb>\d+\.\d{8})( .*)?$",
 )
+# Default RUN_IDs of this project and of the baseline. They do not tell what a run is.
+RANDOM_NAME = r"\d{6}-\d{6}-[0-9a-f]{4}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # this project's
 
 
@@ -47,6 +53,9 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read the last start in a log. Raises OSError if the file is not a log."""
     run = Run(path, path.stem)
+    folder = path.parent.parent if path.parent.name == "logs" else path.parent
+    if re.fullmatch(RANDOM_NAME, path.stem) and folder.name:
+        run.name = f"{folder.name}/{path.stem}"
     text = path.read_text(encoding="utf-8", errors="replace")
     *earlier, log = re.split(START_LINE, text, flags=re.M)
     # Scripts of the challenge list their knobs, perhaps before their source.
@@ -70,8 +79,29 @@ def read_run(path: Path) -> Run:
     for name, text in run.facts.items():
         with suppress(TypeError, ValueError):
             run.figures[name] = float(text)
-    if "val_loss" in run.figures:  # with more digits than in a step's line
+    if "val_loss" not in run.figures:
+        run.unfinished = repr(log.rstrip().split("\n")[-1][:500])
+    elif run.figures["val_loss"] > 0:  # with more digits than in a step's line
         run.bpb_per_nat = run.figures["val_bpb"] / run.figures["val_loss"]
-    else:
-        run.unfinished = repr(log.rstrip().split("\n")[-1][:80])
     return run
+
+
+def script_of_log(path: Path) -> bytes:
+    """Return the script of the last start in a log file, byte for byte. Raises ValueError if the
+    file has none."""
+    # The last header ends the script; earlier ones belong to earlier starts, or are text in the
+    # script. Nothing marks its beginning, but log lines before it are not Python.
+    before, _, _ = path.read_bytes().rpartition(b"\n" + 100 * b"=" + b"\nRunning Python ")
+    before = before[before.rfind(b"\n" + codecs.BOM_UTF8) + 1 :]  # can only begin a script
+    lines = before.splitlines(keepends=True)
+    start = 0
+    while start < len(lines):
+        if start > 0 and re.match(rb"\w+:\S", lines[start]):  # warmup_step:1/3 is Python, too
+            start += 1
+            continue
+        try:
+            ast.parse(b"".join(lines[start:]))
+            return b"".join(lines[start:])
+        except SyntaxError as error:
+            start += error.lineno or 1
+    raise ValueError(f"{path} has no script: name a script, or the logs/RUN_ID.txt of a run")

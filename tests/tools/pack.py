@@ -9,7 +9,10 @@ import ast
 import base64
 import importlib.util
 import lzma
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 from trained import existing_file, start_program
 
@@ -60,7 +63,12 @@ def main() -> None:
         parser.error(f"{args.packed} would overwrite its own source: name another file")
     source = read_source(args.script)
     compile(source, args.script, "exec")  # a broken script is not packed
-    args.packed.write_text(pack(minify(source) if args.minify else source))
+    packed = pack(minify(source) if args.minify else source)
+    try:
+        args.packed.parent.mkdir(parents=True, exist_ok=True)
+        args.packed.write_text(packed)
+    except OSError as error:
+        parser.error(f"{error}: name another file")
     before, after = (path.stat().st_size for path in (args.script, args.packed))
     print(f"{args.script}: {before} bytes, {args.packed}: {after} bytes")
 

@@ -4,18 +4,23 @@
 
 Knobs come from the environment, else from the run that wrote the file, as in score.py."""
 
-import math
 import sys
 from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from sentencepiece import SentencePieceProcessor
-from trained import decode, encode, load_script, model_parser, open_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
+from trained import decode, encode, files, load_script, model_parser, open_model
 
 
 @torch.no_grad()
-def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: Namespace) -> None:
-    """Append sampled tokens to ids until the document ends. The model sees the last seq_len ids."""
+def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: Namespace) -> bool:
+    """Append sampled tokens to ids, whose last seq_len the model sees. Returns whether the document
+    ended."""
     device = next(gpt.parameters()).device
     random = torch.Generator().manual_seed(args.seed)
     for _ in range(args.tokens):
@@ -23,33 +28,33 @@ def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: Namespace
         probabilities = (logits / max(args.temperature, 1e-6)).softmax(dim=0)
         ids.append(int(torch.multinomial(probabilities, 1, generator=random)))
         if ids[-1] == ids[0]:  # BOS: the next document
-            break
+            return True
+    return False
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = model_parser(__doc__)
-    parser.add_argument("prompt", nargs="?", default="", help="default: a new document")
-    parser.add_argument("--tokens", type=int, default=100, help="default: 100")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives another text")
-    parser.add_argument("--tokenizer", help="default: TOKENIZER_PATH of the run")
+    add, number = parser.add_argument, files.number
+    add("prompt", nargs="?", default="", help="default: a new document")
+    add("--tokens", type=number(int, 0), default=100, metavar="N", help="default: 100")
+    add("--temperature", type=number(float, 0), default=0.8, help="0: the most likely token")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="another seed, another text")
+    add("--tokenizer", help="default: TOKENIZER_PATH of the run")
     args = parser.parse_args(arguments)
     try:
         args.prompt.encode()
     except UnicodeEncodeError:
         sys.exit("the prompt is not UTF-8: write it in a terminal that uses UTF-8")
-    if not 0 <= args.temperature < math.inf:
-        sys.exit(f"--temperature {args.temperature} must be finite, 0 or more")
-    if not 0 <= args.seed < 2**63:
-        sys.exit(f"--seed {args.seed} must be from 0 to 2**63 - 1")
     script = load_script(args.script)
     try:
         gpt, runtime = open_model(script, args.model, {"DEVICE": "auto", "DTYPE": "fp32"})
     except script.InputError as error:
-        sys.exit(f"{error} (--script names another script)")
+        sys.exit(str(error))
+    hp = gpt.eval().hp
+    # Knobs that are misspelled, as in score.py, without a validation split.
+    script.log_warnings(SimpleNamespace(hp=hp, is_tokenizer_right=True), runtime)
     for warning in runtime.log.waiting:
         print(warning, file=sys.stderr)
-    hp = gpt.eval().hp
     try:
         tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)
     except (OSError, RuntimeError) as error:
@@ -57,8 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
     if tokenizer.vocab_size() != hp.vocab_size:
         sys.exit(f"the tokenizer does not have VOCAB_SIZE={hp.vocab_size} pieces: set --tokenizer")
     ids = [tokenizer.bos_id(), *encode(tokenizer, args.prompt)]  # a document begins with BOS
-    generate(gpt, ids, hp.train_seq_len, args)
-    print(decode(tokenizer, ids))
+    prompt_size = len(ids)
+    has_ended = generate(gpt, ids, hp.train_seq_len, args)
+    print(decode(tokenizer, ids), flush=True)
+    if has_ended:
+        print(f"(the document ended after {len(ids) - prompt_size - 1} tokens)", file=sys.stderr)
 
 
 if __name__ == "__main__":

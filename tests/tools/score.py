@@ -8,6 +8,7 @@ final_result.json in the same folder, which every node needs. The log goes to lo
 
 import io
 import math
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
 from trained import compare_with_manifest, load_script, model_parser, open_model
 
 

@@ -9,11 +9,12 @@ import sys
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from logs import script_of_log
 from sentencepiece import SentencePieceProcessor
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
@@ -29,6 +30,8 @@ from files import start_program  # noqa: E402
 
 def existing_file(name: str) -> Path:
     """Convert an argument of the command line to a Path. argparse shows the error."""
+    if Path(name).is_dir():
+        raise ArgumentTypeError(f"{name!r} is a folder: name files in it")
     if not Path(name).is_file():
         raise ArgumentTypeError(f"{name!r} is not a file")
     return Path(name)
@@ -38,19 +41,30 @@ def model_parser(doc: str | None) -> ArgumentParser:
     """Return the command line of a tool that opens a model. doc: its docstring; None with -OO."""
     parser = start_program(doc)
     parser.add_argument("model", type=existing_file, help="artifact, final_model.pt or checkpoint")
-    script_help = "trained the model (default: train_gpt.py)"
+    script_help = "trained the model: a script, or logs/RUN_ID.txt (default: train_gpt.py)"
     parser.add_argument("--script", type=existing_file, default=SCRIPT, help=script_help)
     return parser
 
 
 def load_script(path: Path) -> ModuleType:
-    """Import a train_gpt.py, edited or not, from any folder."""
+    """Import a train_gpt.py, edited or not, from any folder, or the one in the log of a run."""
     name = f"script_{zlib.crc32(bytes(path.resolve())):x}"  # several can be loaded
-    spec = importlib.util.spec_from_file_location(name, path)  # None for what is not Python
-    if spec is not None:
-        script = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(script)
-    if spec is None or not hasattr(script, "InputError"):
+    spec = importlib.util.spec_from_file_location(name, path)  # None for what is not a .py
+    try:
+        code = compile(script_of_log(path), path, "exec") if spec is None else None
+    except ValueError as error:
+        sys.exit(str(error))
+    script = sys.modules[name] = importlib.util.module_from_spec(spec) if spec else ModuleType(name)
+    script.__file__ = str(path)
+    try:
+        if spec is None:
+            exec(code, vars(script))
+        else:
+            spec.loader.exec_module(script)
+    except ModuleNotFoundError as error:
+        advice = "install it, or set PYTHONPATH to its folder"
+        sys.exit(f"{path} imports {error.name}, which is not found: {advice}")
+    if not hasattr(script, "InputError"):
         sys.exit(f"{path} is not a train_gpt.py: name the script that trained the model")
     script.InputError.__module__ = "__main__"  # an error then begins with "InputError:"
     return script
@@ -108,33 +122,45 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
     """Load a model of this script, with knobs from the environment, else from its run. Returns it
     and a runtime whose log has the warnings. defaults: knobs that override those of the run."""
     facts = saved_facts(path)
-    saved = facts.get("knobs", {}).items()
-    knobs = {name.upper(): as_text(value) for name, value in saved if name not in OWN}
+    saved = facts.get("knobs", {})
+    knobs = {name.upper(): as_text(value) for name, value in saved.items() if name not in OWN}
     environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
     hp = script.Hyperparameters.from_env({**knobs, **defaults, **environ})
     runtime = script.open_runtime(hp)
+    if script.__spec__ is None:  # out of a log
+        runtime = replace(runtime, source=script_of_log(Path(script.__file__)))
     script.compare_ranks(hp, runtime)
     gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
-    script.load_weights(gpt, runtime.from_rank_0(path.read_bytes), str(path))
+    log = Path(saved.get("output_dir", ""), "logs", f"{saved.get('run_id', 'RUN_ID')}.txt")
+    data = runtime.from_rank_0(path.read_bytes)
+    script.deserialize(data, str(path))  # a damaged file needs no advice about scripts
+    try:
+        script.load_weights(gpt, data, str(path))
+    except script.InputError as error:
+        now = {name.upper(): as_text(value) for name, value in asdict(hp).items()}
+        others = [name for name in now.keys() & knobs if name not in defaults]
+        changed = [f"{k}={now[k]} (its run: {knobs[k]})" for k in others if now[k] != knobs[k]]
+        differ = f"; knobs that differ: {', '.join(sorted(changed))}" if changed else ""
+        advice = f"; --script {log} takes the script out of its log"
+        raise script.InputError(f"{error}{differ}{advice}") from None
     unknown, size = unknown_knobs(script, knobs), len(runtime.source)
     if unknown or size != facts.get("bytes_code", size):
         is_record = unknown and not unknown_knobs(load_script(RECORD), unknown)
-        name = "tests/records/train_record.py" if is_record else "the script of the run"
+        right = "tests/records/train_record.py" if is_record else log
         lacks = " ".join(["lacks", *map("=".join, unknown.items())]) if unknown else "differs"
-        advice = f"use {name} (--script), or the score may differ"
+        advice = f"use --script {right}, or the score may differ"
         runtime.log(f"WARNING: the script is not that of the run: it {lacks}: {advice}")
     return gpt, runtime
 
 
 def compare_with_manifest(hp: Any) -> str:
     """Compare the size of the validation split with the manifest, if any. Returns the problem."""
-    folder = Path(os.path.abspath(hp.data_path))
-    manifest = folder.parent.parent / files.MANIFEST
     try:
+        manifest, name = files.find_manifest(Path(hp.data_path))
         datasets = files.read_manifest(manifest)["datasets"] if manifest.is_file() else {}
     except ValueError as error:
         return str(error)
-    entry = datasets.get(folder.name, {})
+    entry = datasets.get(name, {})
     found = sum(files.count_tokens(Path(path)) for path in glob.glob(hp.files("val")))
     wanted = {**entry, **entry.get("stats", {})}.get("tokens_val", found)
     problem = f"the validation split has {found:,} of {wanted:,} tokens in {manifest}"

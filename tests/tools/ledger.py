@@ -1,0 +1,76 @@
+"""The ledger of experiment.py: a table with a row for each change, --by and first seed."""
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from trained import files
+
+Row = dict[str, str]
+
+
+def seeds_of(rows: Iterable[Row]) -> list[int]:
+    return [int(seed) for row in rows for seed in row["seeds"].split()]
+
+
+def fresh_seeds(number: int, stored: Iterable[int]) -> list[int]:
+    """Return the smallest seeds from 1 on that are not among the stored ones."""
+    stored = {*stored}
+    return [seed for seed in range(1, number + len(stored) + 1) if seed not in stored][:number]
+
+
+def read(path: Path) -> list[Row]:
+    """Read the rows. Raises ValueError with the line that is damaged."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.exists() else ""
+    header, *lines = [line.rstrip("\r").split("\t") for line in text.split("\n")]
+    rows = []
+    for number, fields in enumerate(lines, start=2):
+        if fields == [""]:
+            continue
+        row = dict(zip(header, fields, strict=False))
+        try:
+            first, pairs = int(row["first_seed"]), int(row["pairs"])
+            # Earlier versions had neither column, and this margin.
+            row.setdefault("by", "0.005")
+            row.setdefault("seeds", " ".join(map(str, range(first, first + pairs))))
+            numbers = [float(row["evidence"]), float(row["by"]), *seeds_of([row])]
+            is_whole = len(fields) == len(header) and not math.isnan(sum(numbers))
+        except (KeyError, ValueError):
+            is_whole = False
+        if not (is_whole and {"baseline", "candidate", "verdict"} <= {*header}):
+            raise ValueError(f"{path}, line {number} is damaged: correct or delete it")
+        rows.append(row)
+    return rows
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """Write the rows. A field has no tabs or line ends, which would break the table."""
+    header = list(dict.fromkeys(name for row in reversed(rows) for name in row))
+    table = [header, *([row.get(name, "") for name in header] for row in rows)]
+    lines = ["\t".join(" ".join(field.split()) for field in fields) + "\n" for fields in table]
+    files.write_file(path, "".join(lines).encode(errors="backslashreplace"))
+
+
+def update(path: Path, row: Row, evidence: Callable[[list[int]], float]) -> None:
+    """Write a row in place of the one with the same change, margin and first seed. All rows of the
+    change and the margin get the evidence of all their seeds."""
+    rows = read(path)
+    change = [old for old in rows if all(old[k] == row[k] for k in ("baseline", "candidate", "by"))]
+    same = [old for old in change if old["first_seed"] == row["first_seed"]]
+    # The first `pairs` seeds are those of the gain; then come others that the row has had.
+    row["seeds"] = " ".join(map(str, dict.fromkeys(seeds_of([row, *same]))))
+    found = f"{evidence(seeds_of([row, *change])):.3g}"
+    for each in (row, *change):
+        each["evidence"] = found
+    write(path, [*(old for old in rows if old not in same), row])
+
+
+def claims(rows: list[Row]) -> list[Row]:
+    """Return a row for each change: of those with its smallest margin, one that is better, if any.
+    A margin below 0 claims no gain."""
+    order = sorted(rows, key=lambda row: (float(row["by"]), row["verdict"] != "better"))
+    changes: dict[tuple[str, str], Row] = {}
+    for row in order:
+        if float(row["by"]) >= 0:
+            changes.setdefault((row["baseline"], row["candidate"]), row)
+    return list(changes.values())
