@@ -1,19 +1,24 @@
 """Train the best small language model that fits, with this file, into 16,000,000 bytes.
 
     PRESET=demo python train_gpt.py                           a laptop: 1.91 bits per byte
-    python train_gpt.py                                       one GPU, FineWeb: no results yet
+    python train_gpt.py                                       one GPU, FineWeb: see README.md
     torchrun --standalone --nproc_per_node=8 train_gpt.py     eight GPUs: no results yet
     python train_gpt.py --help                                all knobs
 
 Knobs are environment variables. The last line of the log is the score of the compressed model.
-
+A run: read the knobs, start the processes, build data, model and optimizers, warm up, train, then
+write the model, compress it and score what was compressed (`run` and `finish`).
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
+Used before they are defined: a Runtime has this process's rank, device and log;
+its `gather` gives every rank the values of all; a Stopwatch counts training time, without pauses.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
+import binascii
 import contextlib
+import ctypes
 import difflib
 import glob
 import inspect
@@ -51,6 +56,7 @@ class InputError(ValueError):
 
 
 # ---- Hyperparameters ------------
+# Control tensors steer other parameters (scales, gains, mixes). They train and are saved in fp32.
 CONTROL_TENSOR_NAME_PATTERNS = (  # the plurals are the baseline's
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
     "skip_weight", "skip_weights",
@@ -74,7 +80,7 @@ class Hyperparameters:
     data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
     tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # SentencePiece model
     # validation and logging
-    val_batch_size: int = 524_288  # tokens, over all ranks and slots
+    val_batch_size: int = 524_288  # tokens; a forward pass has this / BATCH_SLOTS on each rank
     val_loss_every: int = 1000  # steps, step 0 included; 0: only at the end
     max_val_tokens: int = 0  # for a shorter validation; 0: the whole split
     eval_stride: int = 0  # stride of the final score, in tokens; 0: TRAIN_SEQ_LEN
@@ -96,7 +102,7 @@ class Hyperparameters:
     num_kv_heads: int = 4  # K, key/value heads
     mlp_mult: int = 2  # hidden width of the MLP / D
     tie_embeddings: bool = True  # the output layer is the embedding
-    rope_base: float = 10_000.0  # longest wavelength: about 2 pi times this, in tokens
+    rope_base: float = 10_000.0  # longest wavelength: 2 pi * this**(1 - 2/h) tokens
     logit_softcap: float = 30.0  # cap * tanh(logits / cap)
     qk_gain_init: float = 1.5  # initial gain of each head's queries
     # optimizers
@@ -128,46 +134,11 @@ class Hyperparameters:
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
         """Knobs of the environment, else of the preset, else the defaults."""
-        texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
-        if (patterns := texts.get("CONTROL_TENSOR_NAME_PATTERNS")) is not None:
-            texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)  # it follows the first
-        types = get_type_hints(cls).items()
-        hp = cls(**{k: parse_knob(k, t, texts[k.upper()]) for k, t in types if k.upper() in texts})
-        hp.check()
-        if hp.resume == "auto" and "RUN_ID" not in environ:
-            raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
-        return hp
+        return read_knobs(cls, environ)
 
     def check(self) -> None:
         """Raise InputError for the first invalid knob."""
-        H, T = self.num_heads, self.train_seq_len
-        unit = self.batch_slots * T
-        units = f"{unit}: BATCH_SLOTS={self.batch_slots} times TRAIN_SEQ_LEN={T}"
-        rules = [  # Numbers whose comments have "0:" may be below 0.
-            (("val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
-              "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
-              "logit_softcap", "adam_eps"), lambda x: x > 0, "above 0"),
-            (("iterations", "qk_gain_init", "tied_embed_init_std", "muon_backend_steps", "embed_lr",
-              "head_lr", "tied_embed_lr", "matrix_lr", "scalar_lr"), lambda x: x >= 0, "0 or more"),
-            (("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2"),
-             lambda x: 0 <= x < 1, "at least 0 and below 1"),
-            (["seed"], lambda x: 0 <= x < 2**32, "at least 0 and below 2**32"),
-            (["warmdown_frac"], lambda x: x <= 1, "at most 1"),
-            (["eval_stride"], lambda x: x <= T, f"at most TRAIN_SEQ_LEN={T}"),
-            (["model_dim"], lambda x: x % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
-            (["num_kv_heads"], lambda x: H % x == 0, f"a divisor of NUM_HEADS={H}"),
-            (["train_batch_tokens"], lambda x: x % unit == 0, f"a multiple of {units}"),
-            (["val_batch_size"], lambda x: x >= unit, f"at least {units}"),
-            (["preset"], lambda x: x in PRESETS, "'' or demo; see tests/records/train_record.py"),
-            (["device"], lambda x: x in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
-            (["dtype"], lambda x: x in ("auto", *DTYPES), "auto, bf16, fp16 or fp32"),
-            (["compile"], lambda x: x in ("auto", "1", "0"), "auto, 1 or 0"),
-            (["run_id"], lambda x: x[:1] not in ("", ".") and "/" not in x, "a file name"),
-        ]  # fmt: skip
-        for names, is_valid, rule in rules:
-            for name in names:
-                if not is_valid(value := getattr(self, name)):
-                    raise InputError(f"{name.upper()}={value!r} must be {rule}")
+        check_knobs(self)
 
 
 DEMO = dict(
@@ -212,9 +183,13 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
-    if q.device.type == "cuda" and q.dtype != torch.bfloat16:
-        # Without bf16, only MATH may group queries, and it stores all scores.
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    if q.device.type == "cuda":
+        is_half = q.dtype in (torch.bfloat16, torch.float16)
+        if not is_half or torch.cuda.get_device_properties(q.device).major < 8:
+            # Only MATH could share keys between query heads here, and it stores all scores.
+            group = q.size(1) // k.size(1)  # query heads per key head
+            k = k.repeat_interleave(group, dim=1)
+            v = v.repeat_interleave(group, dim=1)
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -237,11 +212,12 @@ class CausalSelfAttention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((hp.num_heads,), hp.qk_gain_init))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Let each position of x (B, T, D) read from itself and from earlier ones: (B, T, D)."""
         B, T, D = x.shape
         q = self.c_q(x).view(B, T, self.num_heads, -1)
         k = self.c_k(x).view(B, T, self.num_kv_heads, -1)
         v = self.c_v(x).view(B, T, self.num_kv_heads, -1)
+        # A score of normed q and k is at most sqrt(h), however large the weights. q_gain raises it.
         q = apply_rotary(rms_norm(q), cos, sin)
         k = apply_rotary(rms_norm(k), cos, sin)
         q = q * self.q_gain.to(x.dtype)[:, None]
@@ -250,7 +226,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around a squared ReLU (Primer, So et al., 2021)."""
+    """Two linear layers around a squared ReLU (So et al., 2021): no gate, no third matrix."""
 
     def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
@@ -267,11 +243,13 @@ class Block(nn.Module):
 
     def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
+        D = hp.model_dim
         self.attn = CausalSelfAttention(hp)
         self.mlp = MLP(hp)
         self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
-        self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
+        # Starts as x alone. Each layer may learn, per channel, to fade x or to reread the token.
+        self.resid_mix = nn.Parameter(torch.stack((torch.ones(D), torch.zeros(D))))
 
     def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x, and x0, the normed embedding: (B, T, D)."""
@@ -302,11 +280,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Set the weights, rounded to bf16 so that all dtypes start alike, and tok_emb's dtype."""
+        """Set the weights, rounded to bf16 as the baseline's, which starts in bf16; set dtypes."""
+        # Each block starts as the identity. With a tied output, step 1 changes no other matrix.
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.proj.weight.zero_()
         if self.lm_head is None:
+            # x is normed later, so this std sets only the first logits: the loss is near ln(V).
             self.tok_emb.weight.normal_(std=self.hp.tied_embed_init_std)
         else:
             self.lm_head.weight.zero_()
@@ -325,17 +305,20 @@ class GPT(nn.Module):
     def logits(self, input_ids: Tensor) -> Tensor:
         """Next-token logits for input_ids (B, T): fp32 (B*T, V)."""
         x = self.tok_emb(input_ids).to(self.dtype)  # (B, T, D)
-        cos, sin = self.rotary[:, : input_ids.size(1), None].to(self.dtype)
+        cos, sin = self.rotary.to(self.dtype)  # (longest T, h/2) each
+        cos, sin = cos[: x.size(1), None], sin[: x.size(1), None]  # (T, 1, h/2): for all heads
         x = x0 = rms_norm(x)
         skips = []
         for block in self.blocks[: self.num_encoder_layers]:
             x = block(x, x0, cos, sin)
             skips.append(x)
+        # Late layers read early features. The first skip is x, so it doubles x, as in the baseline.
         for row, block in enumerate(self.blocks[self.num_encoder_layers :]):
             if skips:  # an odd L leaves the last layer without a mirror
                 x = self.add_skip(x, skips.pop(), row)
             x = block(x, x0, cos, sin)
         logits = self.output(rms_norm(x).flatten(0, 1))
+        # The identity near 0. Beyond the cap the gradient fades, so that confidence stays finite.
         return (self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()
 
     def add_skip(self, x: Tensor, skip: Tensor, row: int) -> Tensor:
@@ -351,17 +334,18 @@ class GPT(nn.Module):
 # ---- Optimizers -----------------
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Bring the singular values of each wide matrix in stack (n, rows, columns) close to 1."""
+    # Steep at 0 instead of exact: five steps bring singular values of 0.003 to 1 into 0.68 to 1.21.
     a, b, c = 3.4445, -4.7750, 2.0315
+    # The Frobenius norm bounds singular values: above 1.26 they would diverge. 1e-7 keeps 0 at 0.
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = x @ x.mT
+        gram = x @ x.mT  # rows x rows: wide matrices have the smaller one
         x = a * x + (b * gram + (c * gram) @ gram) @ x
     return x
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Each rank orthogonalizes
-    a share of the updates, in `dtype`; an all-reduce combines them."""
+    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024), shared by the ranks."""
 
     def __init__(
         self,
@@ -380,19 +364,20 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Update momentum and weights. All ranks must call it. The gradients are averaged."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             updates = self.nesterov(params, group["momentum"])
-            # Views of `exchange`. Rank r fills in r, r + W, r + 2W, ... The others stay zero.
+            # Views of `exchange`. Rank r fills in r, r + W, ...; all else is 0, so a sum gathers.
             sizes = [p.numel() for p in params]
             exchange = updates[0].new_zeros(sum(sizes))
             combined = [u.view_as(p) for u, p in zip(exchange.split(sizes), params, strict=True)]
-            own = slice(rank, None, world_size)
-            results = self.orthogonalize(updates[own], group["backend_steps"])
-            for update, result in zip(combined[own], results, strict=True):
-                update.copy_(result)
+            own = [i for i in range(len(params)) if i % world_size == rank]
+            results = self.orthogonalize([updates[i] for i in own], group["backend_steps"])
+            for i, result in zip(own, results, strict=True):
+                combined[i].copy_(result)
             if world_size > 1:
                 dist.all_reduce(exchange)
             torch._foreach_add_(params, combined, alpha=-group["lr"])
@@ -405,7 +390,7 @@ class Muon(torch.optim.Optimizer):
         buffers = [self.state[p]["momentum_buffer"] for p in params]
         grads = [p.grad for p in params]
         torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, grads)
+        torch._foreach_add_(buffers, grads)  # no factor 1 - momentum: Newton-Schulz ignores scale
         updates = torch._foreach_add(grads, buffers, alpha=momentum)
         return [update.to(self.dtype) for update in updates]
 
@@ -413,16 +398,19 @@ class Muon(torch.optim.Optimizer):
         """Apply Newton-Schulz, one call per shape, and multiply by sqrt(max(1, rows / columns))."""
         wide = [matrix.mT if matrix.size(0) > matrix.size(1) else matrix for matrix in matrices]
         results = list(matrices)
+        # One batched product per shape: many small kernels would leave a GPU idle.
         for shape in sorted({matrix.shape for matrix in wide}):
             members = [i for i, matrix in enumerate(wide) if matrix.shape == shape]
             stack = self.newton_schulz(torch.stack([wide[i] for i in members]), steps)
             for i, result in zip(members, stack, strict=True):
+                # At full rank, all entries now have RMS 1/sqrt(columns): one rate fits all shapes.
                 rows, columns = matrices[i].shape
                 results[i] = result.mT * math.sqrt(rows / columns) if rows > columns else result
         return results
 
 
 def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
+    """Check whether a parameter's name contains one of these parts."""
     return any(pattern in name for pattern in patterns)
 
 
@@ -433,13 +421,17 @@ OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "sc
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
     """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
-    if unknown := {*OPTIMIZER_GROUPS.values()} - {*groups}:
+    unknown = {*OPTIMIZER_GROUPS.values()} - {*groups}
+    if unknown:
         raise InputError(f"OPTIMIZER_GROUPS has {', '.join(unknown)}: use {', '.join(groups)}")
     for name, param in model.named_parameters():
-        outside = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
+        own_group = None
+        for prefix, group in OPTIMIZER_GROUPS.items():
+            if own_group is None and name.startswith(prefix):
+                own_group = group
         control = is_control_tensor(name, hp.control_tensor_name_patterns)
-        if outside:
-            groups[outside[0]].append(param)
+        if own_group is not None:
+            groups[own_group].append(param)
         elif not name.startswith("blocks."):
             raise InputError(f"{name} is in no optimizer: add it to OPTIMIZER_GROUPS")
         elif param.ndim == 2 and param.requires_grad and not control:
@@ -484,18 +476,21 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
         return 1.0
     if hp.max_wallclock_seconds <= 0:
         return min(max(hp.iterations - step, 0) / hp.warmdown_iters, 1.0)
+    # ITERATIONS does not count: a run that it ends first keeps its full rate.
     remaining_ms = max(1000 * hp.max_wallclock_seconds - elapsed_ms, 0.0)
     warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)
     return remaining_ms / warmdown_ms if remaining_ms < warmdown_ms else 1.0
 
 
 def muon_momentum(hp: Hyperparameters, step: int) -> float:
+    """Momentum at this step: averages about 7 gradients (1 / (1 - 0.85)) at first, later 20."""
     warmup_steps = hp.muon_momentum_warmup_steps
     done = min(step / warmup_steps, 1.0) if warmup_steps > 0 else 1.0
     return (1 - done) * hp.muon_momentum_warmup_start + done * hp.muon_momentum
 
 
 def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentum: float) -> None:
+    """Set all learning rates to factor times their base_lr, and Muon's momentum."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["base_lr"]
@@ -509,9 +504,12 @@ SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1,
 
 def load_data_shard(path: str | Path) -> Tensor:
     """The tokens of a shard, uint16 (n,), memory-mapped. Raises InputError naming the file."""
-    size = os.path.getsize(path)
-    header = np.fromfile(path, "<i4", 3).tolist()
-    if header[:2] != [20240520, 1] or size != SHARD_HEADER_BYTES + 2 * header[-1]:
+    try:
+        size = os.path.getsize(path)
+        header = np.fromfile(path, "<i4", 3).tolist()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}: get it again") from None
+    if header != [20240520, 1, (size - SHARD_HEADER_BYTES) / 2]:
         raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
@@ -576,7 +574,7 @@ class DistributedTokenLoader:
 
 # ---- Training -------------------
 class TrainingState:
-    """All that a step reads or changes. An average of the weights, for example, belongs here."""
+    """All that a step changes. An average of the weights goes into its first three methods."""
 
     def __init__(self, hp: Hyperparameters, runtime: "Runtime") -> None:
         random.seed(hp.seed)
@@ -593,6 +591,7 @@ class TrainingState:
         self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
         self.stopwatch = Stopwatch(runtime.device)
         self.step = 0
+        self.skipped_steps = 0  # of this process: with fp16, a gradient was not finite
         self.train_loss = 0.0  # of the last logged step, the mean of all ranks
         self.signum = 0  # of the first signal that this rank got; 0: none
 
@@ -622,6 +621,7 @@ class TrainingState:
         if stream.shard >= len(stream.shards):
             raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
         self.step = saved["step"]
+        self.skipped_steps = 0  # those of the warm-up do not count
         self.stopwatch.reset(saved["train_ms"])
 
     def request_stop(self, signum: int, frame: Any) -> None:
@@ -647,23 +647,39 @@ def train_step(state: TrainingState) -> Tensor:
         loss = state.model(*batch) * (1 / grad_accum_steps)
         state.scaler.scale(loss).backward()
         total_loss += loss.detach()
+    skip = state.scaler.is_enabled() and not unscale_gradients(state)
     if hp.grad_clip_norm > 0:
-        max_norm = hp.grad_clip_norm * state.scaler.get_scale()  # gradients are still scaled
-        nn.utils.clip_grad_norm_(state.gpt.parameters(), max_norm)
+        nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
     for optimizer in state.optimizers:
-        state.scaler.step(optimizer)  # skipped if gradients are not finite, on all ranks alike
-    state.scaler.update()  # lowers the scale after a skipped step, else sometimes raises it
+        if not skip:
+            optimizer.step()
     return total_loss
+
+
+def unscale_gradients(state: TrainingState) -> bool:
+    """Divide fp16 gradients by the loss scale. Returns False if one is not finite."""
+    scale = state.scaler.get_scale()
+    for optimizer in state.optimizers:
+        state.scaler.unscale_(optimizer)
+    state.scaler.update()  # halves the scale if one is not finite, and doubles it now and then
+    is_finite = state.scaler.get_scale() >= scale
+    state.skipped_steps += int(not is_finite)
+    if state.scaler.get_scale() < 1:
+        raise InputError("17 steps in a row had fp16 gradients that are not finite: set DTYPE=fp32")
+    return is_finite
 
 
 def train(state: TrainingState, validation: "Validation") -> int:
     """Train up to a limit or a signal. Returns the signal's number; 0: none."""
     hp, gather = state.hp, state.runtime.gather
+    cap_ms = 1000 * hp.max_wallclock_seconds
     set_signal_action(state.request_stop)
     while True:  # all exits are at the top, where all ranks agree
-        clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
-        elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
-        if state.step >= hp.iterations or 0 < 1000 * hp.max_wallclock_seconds <= elapsed_ms:
+        ranks = gather((state.stopwatch.elapsed_ms(), state.signum))
+        elapsed_ms = ranks[0][0]  # one clock, so that all learning rates agree
+        signum = max(signum for _, signum in ranks)
+        time_is_up = cap_ms > 0 and elapsed_ms >= cap_ms
+        if state.step >= hp.iterations or time_is_up:
             state.stopwatch.pause()
             return 0  # a finished run is exported, whatever its loss
         if not math.isfinite(state.train_loss):
@@ -677,15 +693,17 @@ def train(state: TrainingState, validation: "Validation") -> int:
         factor = lr_factor(hp, state.step, elapsed_ms)
         set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
         rank_loss = train_step(state)
-        state.stopwatch.lap()
         state.step += 1
+        # In the last four steps the clock is exact, so that a run ends within a step of the cap.
+        is_near_cap = cap_ms > 0 and elapsed_ms * (1 + 4 / state.step) >= cap_ms
+        state.stopwatch.lap(wait=is_near_cap)
         log_step(state, rank_loss)
         if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
             save_checkpoint(state)
 
 
 def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
+    """Take WARMUP_STEPS steps to compile, off the clock. They train nothing: all is restored."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
@@ -754,29 +772,28 @@ class Validation:
 def evaluate(
     model: nn.Module, tokens: Tensor, stride: int, hp: Hyperparameters, runtime: "Runtime"
 ) -> Tensor:
-    """Losses of tokens[1:] in nats, fp32 (n,), in windows that begin `stride` apart. Targets of
-    other ranks stay 0. FineWeb's 62 million take 248 MB on each rank."""
+    """Losses of tokens[1:] in nats, fp32 (n,), in windows `stride` apart; 0 if of other ranks."""
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
-    starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
-    first_new = torch.cat((starts[:1], starts[:-1] + T))  # targets before it are already scored
+    starts = [*range(0, num_targets - T, stride), num_targets - T]
     my_first = len(starts) * runtime.rank // runtime.world_size
     my_end = len(starts) * (runtime.rank + 1) // runtime.world_size
     batch_size = max(min(hp.val_batch_size // hp.batch_slots // T, my_end - my_first), 1)
-    losses = torch.zeros(num_targets + 1, device=runtime.device)  # the last place is a spare
+    losses = torch.zeros(num_targets, device=runtime.device)
     model.eval()
-    for i in range(my_first, my_end, batch_size):
-        runtime.log.status(f"validation: window {i - my_first} of {my_end - my_first}")
+    for first in range(my_first, my_end, batch_size):
+        runtime.log.status(f"validation: window {first - my_first} of {my_end - my_first}")
         # The last batch is padded with its last window: a new shape would recompile the model.
-        window_ids = torch.arange(i, i + batch_size).clamp(max=my_end - 1)
-        windows = torch.stack([tokens[start : start + T + 1] for start in starts[window_ids]])
+        batch_starts = [starts[min(i, my_end - 1)] for i in range(first, first + batch_size)]
+        windows = torch.stack([tokens[start : start + T + 1] for start in batch_starts])
         windows = upload(windows, runtime.device).long()  # (B, T + 1)
         inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        places = starts[window_ids, None] + torch.arange(T)  # (B, T)
-        places = torch.where(places < first_new[window_ids, None], num_targets, places)
-        losses[upload(places, runtime.device)] = model(inputs, targets, "none")
+        batch_losses = model(inputs, targets, "none")  # (B, T)
+        for row, i in enumerate(range(first, min(first + batch_size, my_end))):
+            first_new = starts[i - 1] + T if i > 0 else 0  # targets before it are already scored
+            losses[first_new : starts[i] + T] = batch_losses[row, first_new - starts[i] :]
     model.train()
-    return losses[:-1]
+    return losses
 
 
 def mean_loss(losses: Tensor, runtime: "Runtime") -> float:
@@ -815,7 +832,9 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     before, targets = tokens[:-1], tokens[1:]
     total = num_bytes[targets].sum() + (leading_space[targets] & has_text[before]).sum()
     first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
-    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # a space is these bytes
+    has_space_piece = tokenizer.PieceToId("\u2581") != tokenizer.unk_id()
+    has_byte_pieces = first != tokenizer.unk_id()
+    if has_byte_pieces and not has_space_piece:  # a space is these three bytes
         is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
         total -= (3 - has_text[before[:-2]][is_space]).sum()
     return int(total)
@@ -851,7 +870,7 @@ def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_state_dict_int8(
     state_dict: Mapping[str, Tensor], hp: Hyperparameters = Hyperparameters()
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns the artifact and statistics. People who import this function may leave out hp."""
+    """Round large tensors to int8. Returns an object to save, and statistics. hp: for patterns."""
     keep_patterns = hp.int8_keep_float_fp32_name_patterns
     parts = ("quantized", "scales", "dtypes", "passthrough")
     obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
@@ -870,14 +889,16 @@ def quantize_state_dict_int8(
             obj.setdefault("passthrough_orig_dtypes", {})[name] = dtype
         else:
             obj["passthrough"][name] = tensor
-    stored = ("quantized", "scales", "passthrough")
+    payload = 0
+    for part in ("quantized", "scales", "passthrough"):
+        payload += sum(tensor.nbytes for tensor in obj[part].values())
     return obj, {
         "param_count": sum(tensor.numel() for tensor in state_dict.values()),
         "num_tensors": len(state_dict),
         "num_float_tensors": len(obj["quantized"]),  # the baseline's name
         "num_nonfloat_tensors": sum(not t.is_floating_point() for t in state_dict.values()),
         "baseline_tensor_bytes": sum(tensor.nbytes for tensor in state_dict.values()),
-        "int8_payload_bytes": sum(t.nbytes for part in stored for t in obj[part].values()),
+        "int8_payload_bytes": payload,
     }
 
 
@@ -939,9 +960,11 @@ def finish(state: TrainingState, validation: Validation) -> int:
         end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
         runtime.log(f"stopping_early: wallclock_cap {end}")
     if runtime.world_size > 1:
-        own = zipfile.crc32(serialize(state.gpt.state_dict()))
+        own = binascii.crc32(serialize(state.gpt.state_dict()))
         same = all(runtime.gather(own == checksums[WEIGHTS]))
         runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
+    if state.skipped_steps > 0:
+        runtime.log(f"WARNING: {state.skipped_steps} steps skipped: fp16 gradients not finite")
     if runtime.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
@@ -966,6 +989,7 @@ def finish(state: TrainingState, validation: Validation) -> int:
 
 
 def run() -> int:
+    """Train and score a model. Returns the exit code."""
     hp = Hyperparameters.from_env(os.environ)
     runtime = open_runtime(hp)
     prepare_demo(hp, runtime)
@@ -984,8 +1008,6 @@ def run() -> int:
 
 
 # You can skip the rest at first: it reads knobs, starts processes, keeps files safe.
-
-
 # ---- Knobs ----------------------
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -1002,6 +1024,53 @@ def parse_knob(name: str, kind: type, text: str) -> Any:
         wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
         raise InputError(f"{name.upper()}={text!r} must be {wanted}")
     return value
+
+
+def read_knobs(cls: type, environ: Mapping[str, str]) -> Hyperparameters:
+    texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
+    if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
+        patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
+        texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)  # it follows the first
+    values = {}
+    for name, kind in get_type_hints(cls).items():
+        if name.upper() in texts:
+            values[name] = parse_knob(name, kind, texts[name.upper()])
+    hp = cls(**values)
+    hp.check()
+    if hp.resume == "auto" and "RUN_ID" not in environ:
+        raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
+    return hp
+
+
+def check_knobs(hp: Hyperparameters) -> None:
+    H, T = hp.num_heads, hp.train_seq_len
+    unit = hp.batch_slots * T
+    units = f"{unit}: BATCH_SLOTS={hp.batch_slots} times TRAIN_SEQ_LEN={T}"
+    rules = [  # Numbers whose comments have "0:" may be below 0.
+        (("val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
+          "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
+          "logit_softcap", "adam_eps"), lambda x: x > 0, "above 0"),
+        (("iterations", "qk_gain_init", "tied_embed_init_std", "muon_backend_steps", "embed_lr",
+          "head_lr", "tied_embed_lr", "matrix_lr", "scalar_lr"), lambda x: x >= 0, "0 or more"),
+        (("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2"),
+         lambda x: 0 <= x < 1, "at least 0 and below 1"),
+        (["seed"], lambda x: 0 <= x < 2**32, "at least 0 and below 2**32"),
+        (["warmdown_frac"], lambda x: x <= 1, "at most 1"),
+        (["eval_stride"], lambda x: x <= T, f"at most TRAIN_SEQ_LEN={T}"),
+        (["model_dim"], lambda x: x % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
+        (["num_kv_heads"], lambda x: H % x == 0, f"a divisor of NUM_HEADS={H}"),
+        (["train_batch_tokens"], lambda x: x % unit == 0, f"a multiple of {units}"),
+        (["val_batch_size"], lambda x: x >= unit, f"at least {units}"),
+        (["preset"], lambda x: x in PRESETS, "'' or demo; see tests/records/train_record.py"),
+        (["device"], lambda x: x in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
+        (["dtype"], lambda x: x in ("auto", *DTYPES), "auto, bf16, fp16 or fp32"),
+        (["compile"], lambda x: x in ("auto", "1", "0"), "auto, 1 or 0"),
+        (["run_id"], lambda x: x[:1] not in ("", ".") and "/" not in x, "a file name"),
+    ]  # fmt: skip
+    for names, is_valid, rule in rules:
+        for name in names:
+            if not is_valid(value := getattr(hp, name)):
+                raise InputError(f"{name.upper()}={value!r} must be {rule}")
 
 
 # ---- Runtime --------------------
@@ -1117,6 +1186,11 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
     if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
         # Waiting threads spin. If another program takes a core, one thread fewer is faster.
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
+    if not on_gpu:
+        # glibc would return freed memory to the kernel in each step, and fault it in again.
+        with contextlib.suppress(AttributeError):  # other C libraries have no mallopt
+            ctypes.CDLL(None).mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: older ones refuse more
     if distributed:
         try:
             store, _, _ = next(dist.rendezvous("env://"))
@@ -1178,16 +1252,19 @@ class Stopwatch:
             self.started = time.perf_counter()
 
     def pause(self) -> None:
+        """Wait for the device and stop counting."""
         self.device_module.synchronize()
         self.reset(self.elapsed_ms())
 
-    def lap(self) -> None:
-        """Call after each step. Waits for the step before it: at most one step is queued."""
+    def lap(self, wait: bool = False) -> None:
+        """Call after each step. Waits for the step before it, or, if wait is set, for this one."""
         previous = self.last_step
         self.last_step = self.device_module.Event()
         self.last_step.record()
         if previous is not None:
             previous.synchronize()
+        if wait:
+            self.last_step.synchronize()
 
     def elapsed_ms(self) -> float:
         running = 0.0 if self.started is None else time.perf_counter() - self.started
@@ -1237,7 +1314,9 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
         problem = " ".join(str(error).split())[:300]
-        advice = "use the script and knobs of its training (final_result.json next to it)"
+        advice = (
+            "use its run's knobs (final_result.json) and script (logs/RUN_ID.txt begins with it)"
+        )
         raise InputError(f"{name} does not fit: {advice}: {problem}") from None
 
 
@@ -1300,20 +1379,20 @@ def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
 def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
     """Write weights and artifact. Returns artifact, report, checksums, files it wrote."""
     hp, log = state.hp, state.runtime.log
-    move_older_files(hp, log)  # of another run, at the same time
+    move_older_files(hp, log)  # again: another run may have ended since the first step
     weights = serialize(state.gpt.state_dict())
-    checksums = {WEIGHTS: zipfile.crc32(weights)}
-    write_result(state, {"crc32": checksums})
+    checksums = {WEIGHTS: binascii.crc32(weights)}
+    write_result(state, {"crc32": checksums})  # first: a file it does not match is another run's
     files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
     artifact, report = export(state.gpt, hp, state.runtime)
-    checksums[ARTIFACT] = zipfile.crc32(artifact)
+    checksums[ARTIFACT] = binascii.crc32(artifact)
     write_result(state, {"crc32": checksums})
     files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
     return artifact, report, checksums, files
 
 
 # ---- Checkpoints ----------------
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not restored
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps")  # not the checkpoint's
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
@@ -1376,10 +1455,11 @@ def load_checkpoint(state: TrainingState) -> None:
     old = saved["knobs"] | {"train_shards": saved["shards"], "resume": ""}
     new = own["knobs"] | {"train_shards": own["shards"], "resume": ""}
     patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
-    if old.get(patterns, new[patterns]) != new[patterns]:
+    was, now = old.get(patterns, new[patterns]), new[patterns]
+    if any(is_control_tensor(k, was) != is_control_tensor(k, now) for k in own["model"]):
         raise InputError(f"{path} has other {patterns.upper()}: set them")
-    state.load_state_dict(saved, str(path))
     changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
+    state.load_state_dict(saved, str(path))
     log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
 
 
@@ -1423,8 +1503,15 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
 def log_warnings(validation: Validation, runtime: Runtime) -> None:
     """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
+    usual_names = {
+        "LR": "MATRIX_LR",
+        "LEARNING_RATE": "MATRIX_LR",
+        "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
+    }
+    usual_names |= {"STEPS": "ITERATIONS", "MAX_STEPS": "ITERATIONS", "EPOCHS": "ITERATIONS"}
     for name in sorted(os.environ.keys() - {*knobs}):
-        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
+        text = usual_names.get(name.upper(), name.upper())
+        for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):
             runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
     if not validation.is_tokenizer_right:
         runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")

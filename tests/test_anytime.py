@@ -12,7 +12,6 @@ from anytime import (
     claims_that_stand,
     describe,
     evidence,
-    evidence_to_stand,
     interval,
     quantile,
     verdict,
@@ -119,13 +118,6 @@ def test_claims_that_stand_together():
     assert claims_that_stand([9.9]) == [False]
     assert claims_that_stand([1, 40, 15, 26, 3]) == [False, True, False, True, False]
     assert claims_that_stand([25, 25, 1, 1, 1]) == [True, True, False, False, False]
-
-
-@pytest.mark.parametrize("others", [[], [3.0, 1.0], [25.0, 1.0, 60.0], [19.0] * 9])
-def test_the_evidence_to_stand_among_others_is_the_least_that_stands(others):
-    needed = evidence_to_stand(others)
-    assert claims_that_stand([needed, *others])[0]
-    assert not claims_that_stand([needed * 0.999, *others])[0]
 
 
 def test_the_tools_page_says_what_other_rules_keep():

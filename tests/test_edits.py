@@ -11,8 +11,8 @@ import pytest
 import runs
 import torch
 import train_record
-from edits import EDITS, README, TECHNIQUES, TOGETHER, edit_script
-from runs import ALONE, ROOT, SCRIPT, failed, finished, run_here
+from edits import EDITS, NEIGHBOURS, PART_KNOBS, PARTS, README, TECHNIQUES, TOGETHER, edit_script
+from runs import ALONE, ROOT, SCRIPT, failed, finished, run_here, scores
 from torch import nn
 from trained import load_script
 
@@ -71,6 +71,25 @@ def test_a_bias_trains_and_an_odd_optimizer_resumes(tmp_path, knobs, monkeypatch
     for part in ("model", "optimizers", "stream"):
         found, expected = resumed.state_dict()[part], whole.state_dict()[part]
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=part)
+
+
+# ---- Parts of the model --------------------------------------------------------------------------
+FEW_STEPS = {"ITERATIONS": "3", "WARMUP_STEPS": "1", "VAL_LOSS_EVERY": "0", "MAX_VAL_TOKENS": "32"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, knobs) -> list[float]:
+    """The score of a short run with all parts."""
+    return scores(finished(run_here(tmp_path_factory.mktemp("whole"), knobs | FEW_STEPS))[-1])
+
+
+@pytest.mark.baseline
+@pytest.mark.parametrize("name", [*PARTS, *PART_KNOBS, *NEIGHBOURS])
+def test_without_a_part_the_score_differs(tmp_path, knobs, whole, name):
+    script, own = tmp_path / "edited.py", PART_KNOBS.get(name, {})
+    script.write_text(edit_script(SCRIPT.read_text(), [] if own else [name]))
+    result = run_here(tmp_path, knobs | FEW_STEPS | own, load_script(script))
+    assert scores(finished(result)[-1]) != whole
 
 
 # ---- The suite under edits -----------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     product, copied, first, second, third, export, *demos, losses, tests = read_report(
         tmp_path
     ).values()
-    assert re.fullmatch(r"[\d.]+ TFLOP/s, 512 x 512 in bf16", product)
+    assert re.fullmatch(r"[\d.]+ TFLOP/s, 128 x 128 in bf16", product)
     assert re.fullmatch(r"[\d.]+ TB/s read and written, 16 MiB", copied)
     assert len(re.findall(r"\d ms +\d+ x `[^`]+`<br>", first)) == 10
     for times in (first, second, third):
@@ -83,6 +83,13 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     assert all(re.match(r"final_int8_zlib_roundtrip_exact val_loss:\d", demo) for demo in demos)
     assert losses == "5 steps, largest difference 0.0000 nats"
     assert " skipped in " in tests
+
+
+def test_no_timed_step_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--rounds=0"])
+    with pytest.raises(SystemExit, match="^2$"):
+        bench_step.main()
+    assert "--rounds: '0' is not a whole number >= 1" in capsys.readouterr().err
 
 
 @pytest.mark.baseline

@@ -207,9 +207,9 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
     report = (
         f"print('scale', state.step, state.scaler.get_scale(), {norm}.item()); return total_loss"
     )
-    clip = "    if hp.grad_clip_norm > 0:\n"
+    unscale = "    skip = state.scaler.is_enabled()"
     in_adam = "    state.gpt.tok_emb.weight.grad += math.nan if state.step == 4 else 0\n"
-    edits = {"scale(loss)": f"scale(loss * {infinite})", clip: in_adam + clip}
+    edits = {"scale(loss)": f"scale(loss * {infinite})", unscale: in_adam + unscale}
     for old, new in {**edits, "return total_loss": report}.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
@@ -226,3 +226,4 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
     saved = torch.load(tmp_path / "checkpoints" / "test.pt")
     assert saved["step"] == 6 and saved["scaler"]["scale"] == 16384
     assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {4}
+    assert any("WARNING: 2 steps skipped" in line for line in ranks[0].stdout.splitlines())

@@ -89,13 +89,95 @@ EDITS = {  # old text and new
     },
     "min_lr": {FACTOR: FACTOR.replace("factor", "max(factor, 0.1)")},
 }
+PARTS = {  # edits that leave out a part of the model; a table shows what each part is worth
+    "U-Net skips": {
+        "requires_grad=self.num_encoder_layers > 0": "requires_grad=False",
+        ADD_SKIP: "        return x\n",
+    },
+    "mix with x0": {" + resid_mix[1] * x0": ""},
+    "zero projections": {
+        "block.attn.proj.weight.zero_()": "pass",
+        "block.mlp.proj.weight.zero_()": "pass",
+    },
+    "norm of q and k": {"rms_norm(q)": "q", "rms_norm(k)": "k"},
+    "square of ReLU": {"F.relu(self.fc(x)).square()": "F.relu(self.fc(x))"},
+    "softcap": {
+        "(self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()": (
+            "logits.float()"
+        )
+    },
+    "rotation": {
+        "apply_rotary(rms_norm(q), cos, sin)": "rms_norm(q)",
+        "apply_rotary(rms_norm(k), cos, sin)": "rms_norm(k)",
+    },
+    "attn_scale and mlp_scale": {
+        "        self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))\n": "",
+        "        self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))\n": "",
+        "self.attn_scale.to(x.dtype) * ": "",
+        "self.mlp_scale.to(x.dtype) * ": "",
+    },
+}
+PART_KNOBS = {  # the parts that knobs leave out
+    "initial query gain of 1.5": {"QK_GAIN_INIT": "1"},
+    "tied embeddings": {"TIE_EMBEDDINGS": "0"},
+    "Newton-Schulz": {"MUON_BACKEND_STEPS": "0"},
+    "Newton-Schulz after one step": {"MUON_BACKEND_STEPS": "1"},
+    "momentum warm-up": {"MUON_MOMENTUM_WARMUP_STEPS": "0"},
+    "warmdown": {"WARMDOWN_FRAC": "0", "WARMDOWN_ITERS": "0"},
+}
+NEIGHBOURS = {  # edits of Muon that other projects have found to help
+    "cautious weight decay": {
+        UPDATE: (
+            "            for p, update in zip(params, combined, strict=True):\n"
+            "                mask = update * p > 0  # where the update shrinks the weight\n"
+            f'                p.sub_(mask * p, alpha=0.1 * group["lr"])\n{UPDATE}'
+        ),
+    },
+    "weight decay to 0": {
+        UPDATE: (
+            '            decay = 0.1 * group["lr"] / group["base_lr"]  # falls with the rate\n'
+            f'            torch._foreach_mul_(params, 1 - decay * group["lr"])\n{UPDATE}'
+        ),
+    },
+    "NorMuon": {
+        UPDATE: (
+            "            for p, u in zip(params, combined, strict=True):\n"
+            "                norm, square = u.norm(), u.float().square().mean(1, keepdim=True)\n"
+            '                mean = self.state[p].setdefault("rows", torch.zeros_like(square))\n'
+            "                u.div_(mean.lerp_(square, 0.05).sqrt() + 1e-8)\n"
+            f"                u.mul_(norm / (u.norm() + 1e-7))\n{UPDATE}"
+        ),
+    },
+}
 TOGETHER = [*README, "swiglu", "untied", "codec", "dropout", "ten_layers"]
 
 
 def edit_script(source: str, names: list[str]) -> str:
     for name in names:
-        for old, new in EDITS[name].items():
+        for old, new in {**EDITS, **PARTS, **NEIGHBOURS}[name].items():
             if source.count(old) != 1:
                 raise ValueError(f"{name}: {old!r} occurs {source.count(old)} times")
             source = source.replace(old, new)
     return source
+
+
+EXERCISES = {  # edits that EXERCISES.md shows, by the number of the exercise
+    2: {
+        "        loss = state.model(*batch) * (1 / grad_accum_steps)\n": (
+            "        loss = state.model(*batch)\n"
+        )
+    },
+    3: {
+        "require_backward_grad_sync = micro_step == grad_accum_steps - 1\n": (
+            "require_backward_grad_sync = True\n"
+        )
+    },
+    4: {"is_causal=True": "is_causal=False"},
+    5: {RELU_SQUARED: "        hidden = F.relu(self.fc(x))\n"},
+    6: EDITS["skip_gates"],
+    7: {
+        "INT8_KEEP_FLOAT_MAX_NUMEL = 65_536": "INT8_KEEP_FLOAT_MAX_NUMEL = 4096",
+        "INT8_LEVELS = 127": "INT8_LEVELS = 31",
+        "INT8_SCALE_FLOOR = 1 / 127": "INT8_SCALE_FLOOR = 0.0001",
+    },
+}

@@ -89,12 +89,3 @@ def claims_that_stand(evidences: Sequence[float], rate: float = 0.1) -> list[boo
     ranked = sorted(evidences, reverse=True)
     enough = [e for k, e in enumerate(ranked, start=1) if e >= len(ranked) / (rate * k)]
     return [bool(enough) and e >= enough[-1] for e in evidences]
-
-
-def evidence_to_stand(others: Sequence[float], rate: float = 0.1) -> float:
-    """Return the least evidence with which one more claim stands among these."""
-    m = len(others) + 1
-    for k in range(m, 0, -1):
-        if sum(e >= m / (rate * k) for e in others) >= k - 1:
-            break
-    return m / (rate * k)

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 import anytime
 import ledger
 from jobs import Machine, Run, Side, show, train
+from logs import script_of_log
 from trained import OWN, RECORD, SCRIPT, existing_file, files, load_script, unknown_knobs
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
@@ -52,11 +53,16 @@ def git(script: Path, *words: str) -> bytes:
     return subprocess.run(command, shell=True, capture_output=True, env=environ).stdout
 
 
+def read_script(path: Path) -> bytes:
+    """Read a script, or take it out of the log of a run."""
+    return path.read_bytes() if path.suffix == ".py" else script_of_log(path)
+
+
 def read_sources(args: Namespace) -> list[bytes]:
     """Return the scripts of the baseline and of the candidate."""
-    sources = [args.script.read_bytes()] * 2
+    sources = [read_script(args.script)] * 2
     if args.base:
-        sources[0] = args.base.read_bytes()
+        sources[0] = read_script(args.base)
     elif not args.set:
         sources[0] = git(args.script, "show", f"HEAD:./{args.script.resolve().name}")
     if not sources[0]:
@@ -86,13 +92,10 @@ def check_knobs(names: list[str], known: list[str]) -> None:
 
 def check_imports(source: bytes, path: Path) -> None:
     """Raise ValueError if a script imports a module from its folder, which the copy would lack."""
-    names = set()
-    for node in ast.walk(ast.parse(source, str(path))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
-    for name in sorted(names):
+    nodes = [*ast.walk(ast.parse(source, str(path)))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    for name in sorted({name.split(".")[0] for name in names} - {""}):
         spec = PathFinder.find_spec(name, [str(path.resolve().parent)])
         if spec and spec.origin:
             advice = "put it into the script, as experiment.py compares scripts alone"
@@ -119,8 +122,9 @@ def load_side(
     texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
     read = {k: environ[k] for k in sorted(environ) if k in texts and k != "_"}
     check_knobs([*own], [*map(str.upper, knobs), *filter(str.isupper, read)])
-    facts = [importlib.util.decode_source(source), knobs, read]
-    return Side(name, script, environ, hp, args.out), facts
+    names = dict.fromkeys([*map(str.upper, asdict(hp)), *read])
+    side = Side(name, script, environ, hp, args.out, [k for k in names if k in environ])
+    return side, [importlib.util.decode_source(source), knobs, read]
 
 
 def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace) -> Side:
@@ -236,10 +240,7 @@ class Experiment:
         show(f"{self.compare_times()}\n")
         if is_capped and args.machine.jobs > 1 and not args.machine.gpus:
             show("WARNING: the time limit ended runs that shared the CPU: use --jobs 1\n")
-        rows = ledger.read(args.ledger)
-        show(f"{args.ledger}: {ledger.describe(rows)}\n")
-        if row["verdict"] == "better":
-            self.show_next(rows)
+        self.show_claims()
         if runs:
             self.draw()
         last = {name: row[name] for name in ("unit", "pairs", "gain", "low", "high")}
@@ -249,14 +250,21 @@ class Experiment:
         show(f"experiment {' '.join(words)}\n")
         return int(row["verdict"] != "better")
 
-    def show_next(self, rows: list[ledger.Row]) -> None:
-        """Say what evidence stands among all changes, and how to measure with fresh seeds."""
-        sides = (self.row["baseline"], self.row["candidate"])
-        others = [found for change, (found, _) in ledger.claims(rows).items() if change != sides]
-        if self.args.by >= 0:
-            needed = anytime.evidence_to_stand(others)
-            among = f"to stand among {len(others) + 1} changes, it needs {needed:.3g}"
-            show(f"evidence of all seeds so far: {self.row['evidence']}; {among}\n")
+    def show_claims(self) -> None:
+        """Count the changes in the ledger. Say what evidence a winner needs, and how to get it."""
+        rows, sides = ledger.read(self.args.ledger), (self.row["baseline"], self.row["candidate"])
+        claims = ledger.claims(rows)
+        better = [row["verdict"] == "better" for row in claims]
+        evidences = [float(row["evidence"]) for row in claims]
+        stand = [*map(all, zip(better, anytime.claims_that_stand(evidences), strict=True))]
+        counts = f"better: {sum(better)}, stand together: {sum(stand)}"
+        show(f"{self.args.ledger}: changes tried: {len(claims)}, {counts}\n")
+        if self.row["verdict"] != "better" or self.args.by < 0:
+            return
+        own = [(row["baseline"], row["candidate"]) == sides for row in claims]
+        k = 1 + sum(a and not b for a, b in zip(stand, own, strict=True))
+        needed = f"to stand among {len(claims)} changes, it needs {len(claims) / (0.1 * k):.3g}"
+        show(f"evidence of all seeds so far: {self.row['evidence']}; {needed}\n")
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
         seeds = ledger.fresh_seeds(max(4, len(self.gains)), stored)
         command = f"{self.args.command} --seeds {' '.join(map(str, seeds))}"
@@ -272,8 +280,9 @@ class Experiment:
         words += ["--picture", str(picture)]
         if self.args.picture:
             picture.parent.mkdir(parents=True, exist_ok=True)
-            show(f"draws {picture}\n")
             subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL)
+            if picture.is_file():
+                show(f"picture: {picture}\n")
         else:
             show(f"to draw the pairs:\n    {shlex.join(['python', *words])}\n")
 
@@ -318,9 +327,9 @@ def lock_folder(args: Namespace) -> Machine:
 def choose_seeds(args: Namespace, sides: dict[str, str]) -> list[int]:
     """Return --seeds; else those of the same change, then the smallest that did not choose the
     baseline: it looks too good with the seeds with which it won."""
+    rows = ledger.read(args.ledger)  # before any training: it could be damaged
     if args.seeds:
         return list(dict.fromkeys(args.seeds))
-    rows = ledger.read(args.ledger)
     begun = [row for row in rows if row.items() >= sides.items()]
     own = ledger.seeds_of(sorted(begun, key=lambda row: int(row["first_seed"]))[:1])
     stored = ledger.seeds_of(row for row in rows if row["candidate"] == sides["baseline"])
@@ -346,10 +355,11 @@ def prepare(args: Namespace) -> Experiment:
     if baseline.folder == candidate.folder:
         raise ValueError(f"nothing to compare: edit {args.script}, or --set another value")
     change = describe_change(sources, args)
-    knobs = [name for name in map(str.upper, asdict(baseline.hp)) if name in baseline.environ]
+    given = [f"{k}={shlex.quote(os.environ[k])}" for k in baseline.variables if k in os.environ]
+    args.command = " ".join([*given, args.command])
     commit = git(args.script, "rev-parse", "--short", "HEAD").decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
-    row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in knobs)
+    row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in baseline.variables)
     sides = {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
     show(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}\n")
     seeds = choose_seeds(args, sides)
@@ -358,7 +368,7 @@ def prepare(args: Namespace) -> Experiment:
     return Experiment(args, [(Run(baseline, seed), Run(candidate, seed)) for seed in seeds], row)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str]) -> Namespace:
     parser = files.start_program(__doc__)
     add, number = parser.add_argument, files.number
     add("--quick", action="store_true", help="150 steps, as in README.md")
@@ -380,8 +390,12 @@ def main(arguments: list[str] | None = None) -> int:
     add("--minutes", type=number(float, 0), default=math.inf, metavar="N", help="then stop")
     add("--picture", type=Path, metavar="FILE", help="draw the pairs into an .svg or .png")
     args = parser.parse_args(arguments)
-    words = sys.argv[1:] if arguments is None else arguments
-    args.command = shlex.join(["python", os.path.relpath(__file__), *words])
+    args.command = shlex.join(["python", os.path.relpath(__file__), *arguments])
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if arguments is None else arguments)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup sets that
             signal.signal(signum, signal.default_int_handler)
@@ -393,7 +407,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped: the same command continues from here", file=sys.stderr)
         return 130
-    except SyntaxError as error:  # it names the copy of the script, and the line
+    except SyntaxError as error:  # it names the script and the line
         print(f"experiment.py: {error}: name a train_gpt.py without errors", file=sys.stderr)
     except (ValueError, OSError, SystemExit) as error:
         print(f"experiment.py: {error}", file=sys.stderr)

@@ -41,7 +41,7 @@ PARTS = [
 
 def product() -> None:
     """Time a product of matrices. A rented GPU may be slower than others of its kind."""
-    size = 8192 if DEVICE.type == "cuda" else 512
+    size = 8192 if DEVICE.type == "cuda" else 128
     a, b = torch.randn(2, size, size, device=DEVICE, dtype=torch.bfloat16)
     ms = measure({"product": lambda: a @ b}, 20, DEVICE)["product"]
     print(f"{2e-9 * size**3 / ms:.4g} TFLOP/s, {size} x {size} in bf16")
@@ -49,12 +49,12 @@ def product() -> None:
 
 def copy() -> None:
     """Time a copy in the GPU's memory."""
-    source = torch.zeros(
-        2**30 if DEVICE.type == "cuda" else 2**24, dtype=torch.uint8, device=DEVICE
-    )
+    is_gpu = DEVICE.type == "cuda"
+    size = min(2**32, torch.cuda.mem_get_info()[0] // 4) if is_gpu else 2**24
+    source = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     ms = measure({"copy": lambda: target.copy_(source)}, 20, DEVICE)["copy"]
-    print(f"{2e-9 * source.nbytes / ms:.4g} TB/s read and written, {source.nbytes >> 20} MiB")
+    print(f"{2e-9 * size / ms:.4g} TB/s read and written, {size >> 20} MiB")
 
 
 def export() -> None:

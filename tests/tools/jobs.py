@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ class Side:
     environ: dict[str, str]
     hp: Any  # Hyperparameters
     folder: Path
+    variables: Sequence[str] = ()  # those of environ that decide a run
 
 
 def show(text: str, rows: list[str] = ()) -> None:

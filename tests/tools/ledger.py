@@ -4,11 +4,9 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import anytime
 from trained import files
 
 Row = dict[str, str]
-NEEDED = {"baseline", "candidate", "first_seed", "pairs", "evidence", "verdict"}
 
 
 def seeds_of(rows: Iterable[Row]) -> list[int]:
@@ -21,35 +19,27 @@ def fresh_seeds(number: int, stored: Iterable[int]) -> list[int]:
     return [seed for seed in range(1, number + len(stored) + 1) if seed not in stored][:number]
 
 
-def parse(fields: list[str], header: list[str]) -> Row:
-    """Convert a line to a row. Raises ValueError if it is damaged."""
-    if len(fields) != len(header):
-        raise ValueError(f"{len(fields)} columns, not {len(header)}")
-    row = dict(zip(header, fields, strict=True))
-    first, pairs = int(row["first_seed"]), int(row["pairs"])
-    # Earlier versions had neither column, and this margin.
-    row.setdefault("by", "0.005")
-    row.setdefault("seeds", " ".join(map(str, range(first, first + pairs))))
-    if math.isnan(float(row["evidence"]) + float(row["by"]) + sum(seeds_of([row]))):
-        raise ValueError("nan is not a number")
-    return row
-
-
 def read(path: Path) -> list[Row]:
     """Read the rows. Raises ValueError with the line that is damaged."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.exists() else ""
+    header, *lines = [line.rstrip("\r").split("\t") for line in text.split("\n")]
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, fields in enumerate(lines, start=2):
+        if fields == [""]:
+            continue
+        row = dict(zip(header, fields, strict=False))
         try:
-            fields = line.decode("utf-8-sig").rstrip("\r").split("\t")
-            if number == 1:
-                header = fields
-                if missing := NEEDED - {*header}:
-                    raise ValueError(f"no column {min(missing)}")
-            elif fields != [""]:
-                rows.append(parse(fields, header))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}: correct or delete it") from None
+            first, pairs = int(row["first_seed"]), int(row["pairs"])
+            # Earlier versions had neither column, and this margin.
+            row.setdefault("by", "0.005")
+            row.setdefault("seeds", " ".join(map(str, range(first, first + pairs))))
+            numbers = [float(row["evidence"]), float(row["by"]), *seeds_of([row])]
+            is_whole = len(fields) == len(header) and not math.isnan(sum(numbers))
+        except (KeyError, ValueError):
+            is_whole = False
+        if not (is_whole and {"baseline", "candidate", "verdict"} <= {*header}):
+            raise ValueError(f"{path}, line {number} is damaged: correct or delete it")
+        rows.append(row)
     return rows
 
 
@@ -75,26 +65,12 @@ def update(path: Path, row: Row, evidence: Callable[[list[int]], float]) -> None
     write(path, [*(old for old in rows if old not in same), row])
 
 
-def claims(rows: list[Row]) -> dict[tuple[str, str], tuple[float, bool]]:
-    """Return for each change (its two sides) the evidence, and whether a verdict is "better". A
-    margin below 0 claims no gain, so its rows do not count."""
-    changes: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
+def claims(rows: list[Row]) -> list[Row]:
+    """Return a row for each change: of those with its smallest margin, one that is better, if any.
+    A margin below 0 claims no gain."""
+    order = sorted(rows, key=lambda row: (float(row["by"]), row["verdict"] != "better"))
+    changes: dict[tuple[str, str], Row] = {}
+    for row in order:
         if float(row["by"]) >= 0:
-            changes.setdefault((row["baseline"], row["candidate"]), []).append(row)
-    found = {}
-    for sides, own in changes.items():
-        # The claim of the smallest margin. Its rows have one evidence, but not in old ledgers.
-        row = min(own, key=lambda row: (float(row["by"]), -int(row["pairs"])))
-        is_better = any(row["verdict"] == "better" for row in own)
-        found[sides] = (float(row["evidence"]), is_better)
-    return found
-
-
-def describe(rows: list[Row]) -> str:
-    """Count the changes, those that are better, and those of them that stand together."""
-    found = claims(rows).values()
-    stands = anytime.claims_that_stand([evidence for evidence, _ in found])
-    better = [is_better for _, is_better in found]
-    stand = sum(map(all, zip(better, stands, strict=True)))
-    return f"changes tried: {len(better)}, better: {sum(better)}, stand together: {stand}"
+            changes.setdefault((row["baseline"], row["candidate"]), row)
+    return list(changes.values())
