@@ -354,7 +354,7 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
     found.show_claims()
     out = capsys.readouterr().out
     assert "changes tried: 10, better: 10, stand together: 1\n" in out
-    assert "to stand among 10 changes, it needs 100\n" in out
+    assert "to stand among the changes tried, it needs 100\n" in out
     assert out.endswith("    python x.py --seeds 1 --seeds 7 8 9 10\n")
 
 

@@ -263,8 +263,8 @@ class Experiment:
             return
         own = [(row["baseline"], row["candidate"]) == sides for row in claims]
         k = 1 + sum(a and not b for a, b in zip(stand, own, strict=True))
-        needed = f"to stand among {len(claims)} changes, it needs {len(claims) / (0.1 * k):.3g}"
-        show(f"evidence of all seeds so far: {self.row['evidence']}; {needed}\n")
+        needed = f"to stand among the changes tried, it needs {len(claims) / (0.1 * k):.3g}"
+        show(f"evidence of all its seeds: {self.row['evidence']}; {needed}\n")
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
         seeds = ledger.fresh_seeds(max(4, len(self.gains)), stored)
         command = f"{self.args.command} --seeds {' '.join(map(str, seeds))}"
