@@ -43,12 +43,14 @@ def draw(run: Run) -> Figure:
     figure = Figure(figsize=(7.2, 3.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.plot(steps, bpb, linewidth=2, marker="o", markersize=4)
-    ends = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-    axes.annotate(f"{bpb[-1]:.2f}", (steps[-1], bpb[-1]), color="C0", weight="bold", **ends)
-    style = {"xytext": (0, -4), "textcoords": "offset points", "va": "top", "color": "dimgray"}
-    for value, name in ((alone, "this text alone"), (after, "copying from the training text")):
+    above = {"xytext": (0, 5), "textcoords": "offset points", "va": "bottom", "ha": "right"}
+    below = above | {"xytext": (0, -5), "va": "top"}
+    axes.annotate(f"{bpb[-1]:.2f}", (steps[-1], bpb[-1]), color="C0", weight="bold", **above)
+    lines = ((alone, "this text alone", above), (after, "given the training text, too", below))
+    for value, name, style in lines:
         axes.axhline(value, color="dimgray", linewidth=0.8, linestyle="--", zorder=0)
-        axes.annotate(f"xz -9e, {name}: {value:.2f}", (steps[0], value), **style)
+        label = f"xz -9e, {name}: {value:.2f}"
+        axes.annotate(label, (steps[-1], value), color="dimgray", **style)
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(0, max(bpb) + 0.1))
     axes.set_title("The demo's score on text that it has not seen", fontsize="medium")

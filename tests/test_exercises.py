@@ -1,0 +1,73 @@
+"""The commands and edits of EXERCISES.md, on small models and small shards."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from edits import EXERCISES
+from runs import ROOT, SCRIPT, process_environ
+
+PAGE = (ROOT / "tests/EXERCISES.md").read_text(encoding="utf-8")
+COMMAND = r"(for|git|python|torchrun|[A-Z_]+=\S+) "
+FINDS_A_FAULT = ("pytest", "referee.py")  # in exercises 2, 3 and 4
+MAY_SAY_NO = "experiment.py"
+
+
+def read_code(number: int) -> list[str]:
+    """The lines of an exercise's code, without indentation."""
+    exercise = re.split(r"(?m)^## \d\. ", PAGE)[number]
+    return [line.strip() for line in exercise.splitlines() if line.startswith("    ")]
+
+
+def edit(source: str, number: int) -> str:
+    for old, new in EXERCISES[number].items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+@pytest.mark.baseline
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 7])
+def test_the_page_shows_its_edits(number):
+    """The lines that an edit changes are those of the page; exercise 6 has its code elsewhere."""
+    old = SCRIPT.read_text(encoding="utf-8").splitlines()
+    edited = edit(SCRIPT.read_text(encoding="utf-8"), number).splitlines()
+    changed = {line.split("  #")[0].strip() for line in edited if line not in old}
+    assert changed == {line for line in read_code(number) if not re.match(COMMAND, line)}
+
+
+@pytest.mark.baseline
+@pytest.mark.records
+@pytest.mark.parametrize("number", range(1, 8))
+def test_the_commands_run(tmp_path, knobs, number):
+    """In a copy of the project. A command that finds the fault exits with 1."""
+    keep = shutil.ignore_patterns(".*", "datasets", "tokenizers", "logs", "*.pt", "*.ptz", "out")
+    copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=keep)
+    taken = ("RUN_ID", "OUTPUT_DIR", "SEED")
+    environ = process_environ({k: v for k, v in knobs.items() if k not in taken})
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        environ |= {f"{name}_NAME": "player", f"{name}_EMAIL": "player@example.com"}
+
+    def run(command: str) -> subprocess.CompletedProcess:
+        settings = {"cwd": copy, "env": environ, "capture_output": True, "text": True}
+        return subprocess.run(["bash", "-c", command], **settings)
+
+    assert run("git init -q && git add train_gpt.py && git commit -qm start").returncode == 0
+    is_edited = False
+    for line in read_code(number):
+        if not re.match(COMMAND, line) or (number == 6 and not is_edited):
+            if not is_edited:
+                script = copy / "train_gpt.py"
+                script.write_text(edit(script.read_text(encoding="utf-8"), number))
+            is_edited = True
+        if re.match(COMMAND, line):
+            result = run(line)
+            is_fault = is_edited and any(word in line for word in FINDS_A_FAULT)
+            expected = {0, 1} if MAY_SAY_NO in line else {int(is_fault)}
+            assert result.returncode in expected, (line, result.stdout, result.stderr)
+            assert "Traceback" not in result.stderr
