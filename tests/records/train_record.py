@@ -326,8 +326,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-# The documents of a batch: a causal mask (B, 1, T, T), or their bounds in its B*T tokens (for
-# FlashAttention), and the length of the longest. None: a token sees all earlier ones of its row.
+# A causal mask (B, 1, T, T) or, for FlashAttention, bounds in the B*T tokens; longest document.
 Documents = tuple[Tensor, int] | None
 Hints = Tensor | None  # for each target a token, or -1
 
@@ -886,9 +885,9 @@ def shuffle(index: int, n: int, seed: str) -> int:
 
 
 class ShuffledTokenLoader(DistributedTokenLoader):
-    """Gives each rank its part of a step's sequences of T + 1 tokens. Any number of ranks reads the
-    same step. Each epoch has all sequences once, in a new random order (#726, #1394). If T grows
-    within it (CONTEXT_GROWTH), the order changes: some tokens come twice, others not at all."""
+    """Gives each rank its part of a step's sequences of T + 1 tokens. Any number of ranks reads one
+    random order (#726, #1394). An epoch has all sequences once, but if T grows within it
+    (CONTEXT_GROWTH), some tokens come twice and others not at all."""
 
     def __init__(self, *place: Any, seed: int) -> None:
         super().__init__(*place)
@@ -1243,8 +1242,7 @@ LORA_SHORT_CHUNKS = ((256, 8), (2000, 24))  # targets of a group's longest docum
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer and, for each of n documents, a low-rank adapter B @ A that is added to
-    its weight (Hu et al., 2021)."""
+    """A frozen linear layer and n low-rank adapters B @ A, one per document (Hu et al., 2021)."""
 
     def __init__(
         self, linear: CastedLinear, n: int, hp: Hyperparameters, generator: torch.Generator
@@ -1723,8 +1721,7 @@ class ValueClasses:
 
 
 def code_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
-    """Return a matrix's symbols, their classes, and the earlier row, weight and level of each row.
-    A symbol is what is left of a value after the earlier row."""
+    """Return a matrix's symbols, their classes, and each row's reference, its weight, and level."""
     best, weights = find_references(rows)
     prediction = (weights[:, None].astype(np.int16) * rows[best] + 8) >> 4
     rest = (rows - prediction).astype(np.int8)  # modulo 256
@@ -1891,6 +1888,8 @@ def run() -> int:
 # You can skip the rest at first: it reads knobs, starts processes, keeps files safe.
 # ---- Knobs ----------------------
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Returns "FA3" while FlashAttention 3 replaces PyTorch's own; torch 2.9 has no such function.
+current_flash_attention = getattr(nn.attention, "current_flash_attention_impl", lambda: None)
 LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # layers that LORA_SKIP may name
 
 
@@ -2061,10 +2060,6 @@ class Runtime:
         if isinstance(shared[0], Exception):
             raise shared[0]
         return shared[0]
-
-
-# Returns "FA3" while FlashAttention 3 replaces PyTorch's own; torch 2.9 has no such function.
-current_flash_attention = getattr(nn.attention, "current_flash_attention_impl", lambda: None)
 
 
 def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
