@@ -49,15 +49,16 @@ JSON_LINE = re.compile(rb'(\xef\xbb\xbf)?\s*{[^\n]*"text"\s*:')
 COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"BZh", b"PK\3\4")  # gzip ... zip
 
 
-def number_in(variable: str, default: int) -> int:
-    value = os.environ.get(variable, str(default))
-    if not value.isdecimal() or int(value) == 0:
-        sys.exit(f"error: {variable}={value} must be a number above 0")
-    return int(value)
+def number_in(variable: str, default: int, most: int) -> int:
+    try:
+        return number(int, 1, most)(os.environ.get(variable, str(default)))
+    except argparse.ArgumentTypeError as error:
+        print(f"{variable}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
-BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512)  # documents
-NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", files.cores())
+BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512, most=2**20)  # documents
+NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", files.cores(), most=1024)
 Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 
 

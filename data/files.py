@@ -126,15 +126,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def find_manifest(folder: Path, manifest: Path | None = None) -> tuple[Path, str]:
     """Return the manifest of a dataset (default: two levels above it), and the dataset's name in
     it. If it does not list a link, return those of the link's target. Raises ValueError."""
-    folders = (folder.resolve(), Path(os.path.abspath(folder)))
+    folders = (Path(os.path.abspath(folder)), folder.resolve())
     places = [(manifest or path.parent.parent / MANIFEST, path.name) for path in folders]
-    for place, name in reversed(places):
-        if place.is_file() and name in read_manifest(place)["datasets"]:
-            return place, name
-    for place, name in places:
-        if place.exists() or place.with_name(UNFINISHED_MANIFEST).exists():
-            return place, name
-    return places[-1]
+    begun = [p for p in places if p[0].exists() or p[0].with_name(UNFINISHED_MANIFEST).exists()]
+    listed = [p for p in begun if p[0].is_file() and p[1] in read_manifest(p[0])["datasets"]]
+    return [*listed, *reversed(begun), *places][0]
 
 
 def write_file(path: Path, *parts: Any) -> None:

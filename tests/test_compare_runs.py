@@ -99,7 +99,7 @@ def test_the_script_of_the_last_start_comes_back_byte_for_byte(tmp_path):
     script = f'"""Doc.{header}{START}"""\nx: int = 1\n\nclass InputError(ValueError): ...'
     log = tmp_path / "log.txt"
     for text in (script, script + "\n\n", script.replace("\n", "\r\n"), f"\ufeff{script}"):
-        for earlier in ("", f"y = 1\n{header}{START}warmup_step:1/3\n"):
+        for earlier in ("", f"y = 1\n{header}logs/a.txt\nnot Python\nwarmup_step:1/3\n"):
             log.write_bytes((earlier + text + header + START).encode())
             assert script_of_log(log) == text.encode(), (text, earlier)
     log.write_text(START)
@@ -309,7 +309,7 @@ def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
         ([log, "--baseline", log], 2, "give either logs, or --baseline"),
         ([log, "--picture=a.pdf"], 2, "must end in .svg or .png"),
         ([ROOT / "README.md"], 2, "README.md is not the log of a run"),
-        ([tmp_path], 2, "' is a folder: name files in it"),
+        ([tmp_path], 2, "' is a folder: name a file in it"),
         ([log, "--picture=no/a.png"], 2, "no/a.png: No such file"),
         ([log, "--alpha=5"], 2, "--alpha: '5' is not a number > 0 and < 1"),
         ([log, "--by=nan"], 2, "--by: 'nan' is not a number"),

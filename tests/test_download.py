@@ -211,3 +211,11 @@ def test_an_error_is_one_line(hub, tmp_path):
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('No module named x')")
     errors = errors_of(start(hub, **environ), 1)
     assert errors == "No module named x: pip install -r data/requirements.txt\n"
+
+
+@pytest.mark.parametrize("arguments", [["--train-shards=-1"], ["--train-shards=1.5"], ["x"]])
+def test_a_number_of_shards_that_cannot_be_is_an_error(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["cached_challenge_fineweb.py", *arguments])
+    with pytest.raises(SystemExit, match="^2$"):
+        cached_challenge_fineweb.main()
+    assert "is not a whole number >= 0\n" in capsys.readouterr().err

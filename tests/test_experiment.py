@@ -114,7 +114,8 @@ def test_a_change_is_tried_once_and_as_a_baseline_gets_fresh_seeds(run, out):
 
 @pytest.mark.baseline
 def test_another_script_with_a_knob_of_its_own(tmp_path, run):
-    """The script has a byte order mark, and is outside any repository."""
+    """The script has a byte order mark, and is outside any repository. The log of its run gives it
+    back."""
     script, line = tmp_path / "mine.py", "    seed: int = 1337"
     text = SCRIPT.read_text().replace(line, f"    gain_power: float = 1.0\n{line}")
     text = text.replace("hp.qk_gain_init)", "hp.qk_gain_init**hp.gain_power)")
@@ -125,6 +126,9 @@ def test_another_script_with_a_knob_of_its_own(tmp_path, run):
     assert (code, row["change"], row["pairs"]) == (1, "GAIN_POWER=0.5", "1")
     code, _, errors = run(*command)
     assert code == 2 and "the last commit has no mine.py: name a baseline" in errors
+    (log,) = tmp_path.glob(f"out/{row['candidate']}/1/logs/*.txt")
+    assert run(*command[2:], "--base", str(log), "--minutes", "0")[0] == 1
+    assert (tmp_path / "out" / "baseline.py").read_bytes() == script.read_bytes()
 
 
 def test_after_its_minutes_an_experiment_ends_with_the_verdict_so_far(tmp_path, run):
@@ -185,7 +189,7 @@ def test_a_second_start_in_the_same_folder_is_refused(tmp_path, run):
         (["--set", "MATRX_LR=0.1"], "did you mean MATRIX_LR?"),
         (["--set", "XSA_LAYERS=2"], "it is a knob of tests/records/train_record.py: add --script"),
         (["--set", "SEED=5"], "use --seeds"),
-        (["--base", str(ROOT / "README.md")], "name a train_gpt.py without errors"),
+        (["--base", str(ROOT / "README.md")], "has no script"),
         (["--base", str(ROOT / "data/caseops.py")], "is not a train_gpt.py"),
         (["--base", str(SCRIPT)], "nothing to compare"),
         (["--base", "nix.py"], "argument --base: 'nix.py' is not a file"),
@@ -211,6 +215,9 @@ def test_a_module_next_to_the_script_is_refused_as_its_edits_would_not_count(tmp
     script.write_text(f"{SCRIPT.read_text()}\ndef late():\n    from parts.a import b\n")
     code, _, errors = run("--script", str(script), "--set", "MATRIX_LR=0.2")
     assert (code, errors.count("\n")) == (2, 1) and "imports parts, a module next to it" in errors
+    script.write_text("def")
+    errors = run("--script", str(script), "--set", "MATRIX_LR=0.2")[2]
+    assert "(mine.py, line 1): name a train_gpt.py without errors" in errors
 
 
 def test_a_variable_that_an_edit_reads_belongs_to_the_name_of_its_runs(tmp_path, run):
@@ -340,13 +347,14 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
     assert [row["pairs"] for row in rows] == ["2", "1", "3", "3"]
     other = {**rows[0], "evidence": "1", "verdict": "better"}
     others = [{**other, "candidate": str(i)} for i in range(9)]
+    others.append({**other, "candidate": "simpler", "by": "-0.005"})
     experiment.ledger.write(path, rows + others)
-    found.args.command = "python x.py --seeds 1"
+    found.args.by, found.args.command = 0.0, "python x.py --seeds 1"
     found.row |= {"verdict": "better", "evidence": rows[0]["evidence"]}
     found.show_claims()
     out = capsys.readouterr().out
     assert "changes tried: 10, better: 10, stand together: 1\n" in out
-    assert "to stand among 10 changes, it needs 100\n" in out
+    assert "to stand among the changes tried, it needs 100\n" in out
     assert out.endswith("    python x.py --seeds 1 --seeds 7 8 9 10\n")
 
 

@@ -85,6 +85,13 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     assert " skipped in " in tests
 
 
+def test_no_timed_step_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--rounds=0"])
+    with pytest.raises(SystemExit, match="^2$"):
+        bench_step.main()
+    assert "--rounds: '0' is not a whole number >= 1" in capsys.readouterr().err
+
+
 @pytest.mark.baseline
 @pytest.mark.parametrize("tied", ["1", "0"])
 def test_flops_are_those_of_the_matrices(tied):

@@ -112,7 +112,7 @@ def test_awq_rounds_the_most_salient_columns_finer(knobs, all_matrices):
         gpt.blocks[1].mlp.proj.weight.data *= 0.9  # or its number of inputs lets it win
         gpt.blocks[0].attn.proj.weight.data[:, 16:24] *= 4  # the largest weights, but small inputs
         gpt.blocks[2].attn.c_v.weight.data[:, 16:24] *= 3
-        artifact, _ = train_record.export(gpt, gpt.hp, replace(ALONE, log=Lines()))
+        artifact = train_record.export(gpt, gpt.hp, replace(ALONE, log=Lines()))[0]
         objs.append(train_record.deserialize(artifact, ""))
     inputs, saliency = inputs_of_layers(gpt), {}
     for name in [name for name in inputs if name.startswith("blocks.")]:

@@ -61,7 +61,8 @@ def split(tokens: Tensor) -> list[Tensor]:
 # ---- Adapters ------------------------------------------------------------------------------------
 def loss_of(gpt: GPT, tokens: Tensor, runtime=ALONE, **changes) -> float:
     """train_record.py's loss. changes: other knobs."""
-    losses = lora_ttt(gpt, tokens, replace(gpt.hp, **changes), runtime, None)
+    documents = train_record.split_documents(tokens, BOS)
+    losses = lora_ttt(gpt, tokens, documents, replace(gpt.hp, **changes), runtime, None)
     return train_record.mean_loss(losses, runtime)
 
 
@@ -216,11 +217,13 @@ def test_a_compiled_model_has_the_same_loss(gpt, monkeypatch):
     runtime = replace(ALONE, compiled=True)
     model = train_record.wrap(gpt, True)
     tokens = random_tokens([22] * 6)
+    documents = train_record.split_documents(tokens, BOS)
     train_record.evaluate(model, tokens[: 8 * T + 1], T, gpt.hp, runtime)  # without adapters
     before = counters["stats"]["unique_graphs"]
     phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_documents": 2}
     for knobs, graphs in ({}, 3), (phases, 3 + 4):
-        compiled = lora_ttt(model, tokens, replace(gpt.hp, **knobs), runtime, None).mean().item()
+        hp = replace(gpt.hp, **knobs)
+        compiled = lora_ttt(model, tokens, documents, hp, runtime, None).mean().item()
         assert compiled == pytest.approx(loss_of(gpt, tokens, **knobs), abs=1e-5)
         assert counters["stats"]["unique_graphs"] == before + graphs
 
@@ -315,7 +318,7 @@ def test_adapters_learn_from_losses_without_hints(knobs, order, counted):
     both = {**knobs, **read(settings)}
     models = [random_model(train_record, {**both, "TILT_BOOST": boost}) for boost in ("0", "1.5")]
     plain, tilted = (
-        train_record.final_losses(gpt, SimpleNamespace(hp=gpt.hp, tokens=tokens), ALONE)
+        train_record.final_losses(gpt, SimpleNamespace(hp=gpt.hp, tokens=tokens, bos=BOS), ALONE)
         for gpt in models
     )
     bounds = [sum(lengths[:i]) for i in range(6)]

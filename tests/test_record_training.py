@@ -60,10 +60,10 @@ SCORING = [
 
 
 def test_each_knob_of_train_record_is_shown_to_act():
-    """The exception is OPTIMIZE_DDP, which changes only what is compiled."""
+    """The exceptions need a GPU: OPTIMIZE_DDP changes what is compiled, FLASH_ATTENTION kernels."""
     knobs = [{field.name for field in fields(s.Hyperparameters)} for s in (train_gpt, train_record)]
     acts = {words.split()[-1].split("=")[0].lower() for words in TRAINING + EXPORT + SCORING}
-    assert acts | {"optimize_ddp"} == knobs[1] - knobs[0]
+    assert acts | {"optimize_ddp", "flash_attention"} == knobs[1] - knobs[0]
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +155,14 @@ def test_the_shuffled_loader_reads_each_sequence_once_per_epoch(tmp_path):
 
     def steps(world_size: int, seed: int = 1) -> list[list[int]]:
         """The first tokens of each step's sequences: two epochs of two steps of four slots."""
-        place = (world_size, "cpu")
-        loaders = [ShuffledTokenLoader(f"{tmp_path}/*", i, *place) for i in range(world_size)]
+        loaders = [
+            ShuffledTokenLoader(f"{tmp_path}/*", rank, world_size, "cpu", seed=seed)
+            for rank in range(world_size)
+        ]
         result = []
         for _ in range(4):
             result.append([])
             for loader in 4 // world_size * loaders:
-                loader.seed = seed
                 inputs, targets = loader.next_batch(64, 8, 4 // world_size)
                 assert torch.equal(targets, inputs + 1)
                 assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
@@ -185,12 +186,12 @@ def test_the_average_counts_each_step_by_its_age(knobs):
     assert average == pytest.approx([(7 / 4 + 3 / 2 + 1) / (1 / 4 + 1 / 2 + 1)])
 
 
-@pytest.mark.parametrize("whole", ["0", "1"])
+@pytest.mark.parametrize("whole, wanted", [("0", 6), ("1", 1)])
 def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
-    tmp_path, knobs, whole, monkeypatch
+    tmp_path, knobs, whole, wanted, monkeypatch
 ):
-    """The warm-up visits all stages, at the full rates. Validation and calibration see whole
-    sequences."""
+    """The warm-up visits all stages, at the full rates, also if it has fewer steps. Validation and
+    calibration see whole sequences."""
     steps, others = [], []
 
     def train_step(state, train_step=train_record.train_step):
@@ -204,15 +205,21 @@ def test_stages_and_learning_rates_change_at_their_parts_of_a_run(
 
     monkeypatch.setattr(train_record, "train_step", train_step)
     monkeypatch.setattr(train_record, "find_documents", find_documents)
-    settings = f"{TINY} DOCUMENT_MASK=1 WHOLE_DOCUMENTS={whole} WARMUP_STEPS=4 ITERATIONS=6"
+    settings = f"{TINY} DOCUMENT_MASK=1 WHOLE_DOCUMENTS={whole} WARMUP_STEPS={wanted} ITERATIONS=6"
     settings += " LOOP_LAYERS=2 LOOP_FROM=0.5 LOOP_TIMES=2 WARMDOWN_ITERS=4 MIN_LR=0.6"
     settings += " VAL_LOSS_EVERY=6 GPTQ_BATCHES=1 CONTEXT_GROWTH=0.25:0.3,0.5:0.6"
     finished(run_here(tmp_path, {**knobs, **read(settings)}, train_record))
-    numbers = (3, 3, 7, 7, 3, 3, 3, 7, 7, 7)  # layers run; the warm-up is at 0, 1/3, 2/3 and 1
-    factors = (1, 1, 1, 1, 1, 1, 1, 0.75, 0.6, 0.6)
-    contexts = (8, 16, 32, 32, 8, 8, 16, 16, 32, 32)
-    rows = [2 * [(128 if whole == "1" else length, length)] for length in contexts]
-    assert steps == [[*parts, *row] for *parts, row in zip(numbers, factors, rows, strict=True)]
+    # Layers run, context, learning rate. The warm-up takes six steps, or one for each stage.
+    warm_up = [(3, 8), (3, 16), (7, 16), (7, 32)]
+    if wanted == 6:
+        warm_up = [(3, 8), *warm_up[:3], (7, 16), (7, 32)]
+    stages = [*warm_up, (3, 8), (3, 8), (3, 16), (7, 16), (7, 32), (7, 32)]
+    factors = [1] * len(warm_up) + [1, 1, 1, 0.75, 0.6, 0.6]
+    expected = []
+    for (layers, context), factor in zip(stages, factors, strict=True):
+        row = (128 if whole == "1" else context, context)
+        expected.append([layers, factor, row, row])
+    assert steps == expected
     assert {*others} == {(32, 32)}
 
 

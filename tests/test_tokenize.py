@@ -337,7 +337,7 @@ def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer,
     assert "nothing to compare" not in capsys.readouterr().out
 
 
-def test_errors_are_one_line(tmp_path, capsys):
+def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
     spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
     message = failure(tmp_path, specs=[spec], docs=[docs])
@@ -364,3 +364,7 @@ def test_errors_are_one_line(tmp_path, capsys):
         for value in values:
             message = failure(tmp_path, f"{option}={value}")
             assert f"{option}: '{value}' is not a whole number" in message
+    monkeypatch.setenv("MATCHED_FINEWEB_TOKENIZER_THREADS", "0")
+    with pytest.raises(SystemExit, match="^2$"):
+        runpy.run_path(rebuild.__file__)
+    assert "TOKENIZER_THREADS: '0' is not" in capsys.readouterr().err

@@ -4,17 +4,25 @@
     PRESET=demo XSA_LAYERS=4 python tests/records/train_record.py
     python tests/records/train_record.py --help               all knobs
 
-With no such knob it does what train_gpt.py does, bit for bit. README.md is about the techniques.
+With no such knob it does, on a CPU bit for bit, what train_gpt.py does. README.md is about the
+techniques.
 
+A run: read the knobs, start the processes, build data, model and optimizers, warm up, train, then
+write the model, compress it and score what was compressed (`run` and `finish`).
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
+Used before they are defined: a Runtime has this process's rank, device and log;
+its `gather` gives every rank the values of all; a Stopwatch counts training time, without pauses.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
+import binascii
 import contextlib
+import ctypes
 import difflib
 import glob
+import importlib.util
 import inspect
 import io
 import json
@@ -51,11 +59,178 @@ class InputError(ValueError):
     """A user error. The message says how to fix it."""
 
 
-# ---- Hyperparameters -------------
+# ---- Hyperparameters ------------
+# Control tensors steer other parameters (scales, gains, mixes). They train and are saved in fp32.
 CONTROL_TENSOR_NAME_PATTERNS = (  # the plurals are the baseline's
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
     "skip_weight", "skip_weights", "attn.gate", "lane_scales", "smear_gate",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """All knobs; num_layers is the variable NUM_LAYERS. If a comment has "0:", -1 does the same."""
+
+    # run; RUN_ID names the log and the checkpoint, by default after the time of the start
+    preset: str = ""  # "", demo or a record (see PRESETS): other defaults
+    run_id: str = field(default_factory=lambda: time.strftime("%y%m%d-%H%M%S-") + uuid4().hex[:4])
+    seed: int = 1337  # for Python, NumPy and torch
+    output_dir: str = "."  # for all files of the run
+    checkpoint_every: int = 0  # steps; 0: only when a signal stops the run
+    resume: str = ""  # a checkpoint; auto: this RUN_ID's, if it exists
+    device: str = "auto"  # cuda, cpu; auto: cuda if available
+    dtype: str = "auto"  # bf16, fp16, fp32; auto: bf16 if the GPU has it, else fp32
+    compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda
+    data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
+    tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # SentencePiece model
+    # validation and logging
+    val_batch_size: int = 524_288  # tokens; a forward pass has this / BATCH_SLOTS on each rank
+    val_loss_every: int = 1000  # steps, step 0 included; 0: only at the end
+    max_val_tokens: int = 0  # for a shorter validation; 0: the whole split
+    eval_stride: int = 0  # stride of the final score, in tokens; 0: TRAIN_SEQ_LEN
+    train_log_every: int = 200  # logs steps 1 to 10, then every 200th; 0: none
+    # length of the run
+    iterations: int = 20_000  # optimizer steps at most
+    warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
+    warmdown_frac: float = 0.0  # of the run, in place of WARMDOWN_ITERS; 0: not used
+    warmup_steps: int = 20  # compile with these steps, then restore the initial state; 0: none
+    train_batch_tokens: int = 524_288  # tokens per optimizer step
+    batch_slots: int = 8  # micro-batches per optimizer step, over all ranks
+    train_seq_len: int = 1024  # T
+    max_wallclock_seconds: float = 600.0  # of training; 0: no cap
+    # model
+    vocab_size: int = 1024  # V, the tokenizer's size
+    num_layers: int = 9  # L
+    model_dim: int = 512  # D
+    num_heads: int = 8  # H, query heads
+    num_kv_heads: int = 4  # K, key/value heads
+    mlp_mult: int = 2  # hidden width of the MLP / D
+    tie_embeddings: bool = True  # the output layer is the embedding
+    rope_base: float = 10_000.0  # longest wavelength: 2 pi * this**(1 - 2/h) tokens
+    logit_softcap: float = 30.0  # cap * tanh(logits / cap)
+    qk_gain_init: float = 1.5  # initial gain of each head's queries
+    # optimizers
+    embed_lr: float = 0.6  # Adam, untied embedding
+    head_lr: float = 0.008  # Adam, untied lm_head
+    tied_embed_lr: float = 0.05  # Adam, tied embedding
+    tied_embed_init_std: float = 0.005  # of a tied embedding
+    matrix_lr: float = 0.04  # Muon, matrices of the blocks
+    scalar_lr: float = 0.04  # Adam, vectors and control tensors
+    muon_momentum: float = 0.95  # after its warm-up
+    muon_backend_steps: int = 5  # Newton-Schulz iterations
+    muon_momentum_warmup_start: float = 0.85  # momentum at step 0
+    muon_momentum_warmup_steps: int = 500  # 0: no warm-up
+    beta1: float = 0.9  # Adam
+    beta2: float = 0.95  # Adam
+    adam_eps: float = 1e-8  # Adam
+    grad_clip_norm: float = 0.0  # global norm; 0: no clipping
+    # parts of names: parameters that Adam trains in fp32; small tensors that are saved in fp32
+    control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
+    int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
+    # techniques, off by default: training
+    optimize_ddp: bool = True  # compile a graph for each of DDP's buckets, else one graph
+    flash_attention: int = 0  # 3: FlashAttention 3 (package flash-attn-3) on Hopper; 0: PyTorch's
+    shuffle: bool = False  # read the sequences in a random order
+    document_mask: bool = False  # a token sees only its own document
+    whole_documents: bool = False  # in training, cut only between documents or after T tokens
+    # "0.25:0.1,0.5:0.7": T * 0.25 in the first tenth of the training, T * 0.5 up to 0.7, then T
+    context_growth: tuple[str, ...] = ()
+    min_lr: float = 0.0  # learning-rate multiplier at the end of the warmdown
+    ema_decay: float = 0.0  # of the weights' average, per step; 0: the last weights
+    muon_equal_rows: bool = False  # scale the rows of each update to one length
+    muon_weight_decay: float = 0.0  # a step shrinks matrices by this times the learning rate
+    embed_weight_decay: float = 0.0  # AdamW, embedding: per step, times the learning rate
+    adam_weight_decay: float = 0.0  # AdamW, the rest, mostly gains and scales
+    # techniques: model
+    relu_slope: float = 0.0  # of the MLP's ReLU below zero
+    rope_fraction: float = 1.0  # share of each head's channels that is rotated
+    xsa_layers: int = 0  # last layers with exclusive self-attention
+    attention_gate_max: float = 0.0  # a head's gate is 0 to this, at first half of it; 0: none
+    attention_gate_scale: float = 1.0  # factor of the gates' logits
+    depth_scale: bool = False  # divide the normed inputs of layer i by the root of i, from 1
+    skip_gates: bool = False  # gates between each U-Net skip and the residual stream
+    smear_channels: int = 0  # inputs of the gate that mixes in the previous token; 0: none
+    parallel_layers: int = 0  # last layers, whose MLP does not see the layer's attention
+    two_lanes: bool = False  # in these layers attention and MLP read a residual stream each
+    loop_layers: int = 0  # layers that run again, with the same weights
+    loop_first: int = -1  # the first of them, from 0; below 0: so that they are in the middle
+    loop_times: int = 1  # how many times they run again
+    loop_from: float = 0.4  # fraction of the run (see progress) before the loops begin
+    # test-time training (final score): adapters learn from each document after it is scored
+    lora_rank: int = 0  # of the adapters; records: 80; 0 disables them
+    lora_lr: float = 1e-3  # AdamW, adapters; records: 1e-4; 0: each document is scored alone
+    lora_weight_decay: float = 0.5  # AdamW, adapters
+    lora_skip: tuple[str, ...] = ()  # layers without adapters, as in c_q,c_v
+    lora_context: int = 0  # length of the windows; 0: TRAIN_SEQ_LEN
+    lora_chunk: int = 48  # tokens that are scored, then trained on; at most a window
+    lora_short_chunks: bool = False  # 8 tokens in documents up to 256, 24 in those up to 2,000
+    lora_documents: int = 32  # documents that are scored together
+    lora_keep: bool = False  # keep each A, but not B, for the next document in its slot
+    lora_phases: int = 0  # at the end of each, all weights train on all scored documents
+    lora_phase_documents: int = 833  # documents of a phase
+    lora_phase_lr: float = 1e-3  # SGD, all weights
+    # hints (final score): the most frequent token after the last few gets a larger logit
+    tilt_boost: float = 0.0  # nats that a hint's logit gains; record2135: 2.625; 0: no hints
+    tilt_tokens: int = 15  # a hint has so far been the most frequent token after the last 15
+    tilt_share: float = 0.8  # and has followed them in at least this share of the cases
+    tilt_order: str = "decoding"  # counting order; stream: from left to right, as published
+    # techniques: export
+    matrix_levels: int = 127  # on each side of zero, for the matrices of the blocks; 31 is int6
+    embed_levels: int = 127  # for all other quantized tensors
+    scale_floor: float = 1 / 127  # of a row's step: values up to 0.1 use 13 levels a side
+    # standard deviations of a row that the levels of a matrix span; 0: clip at a quantile
+    sd_clip_embedding: float = 0.0  # tok_emb and lm_head
+    sd_clip_attention: float = 0.0
+    sd_clip_mlp: float = 0.0
+    gptq_batches: int = 0  # slots that GPTQ reads after the training; 0: plain rounding
+    awq_columns: int = 0  # adjacent columns of one matrix that GPTQ rounds finer
+    rans: bool = False  # code the quantized values by rANS, and compress the rest by LZMA
+
+    def files(self, split: str) -> str:
+        """Glob pattern of the "train" or "val" shards."""
+        return f"{glob.escape(self.data_path)}/fineweb_{split}_*.bin"
+
+    def checkpoint_path(self) -> Path:
+        return Path(self.output_dir, "checkpoints", f"{self.run_id}.pt")
+
+    def context_stages(self) -> list[tuple[int, float]]:
+        """The context's length in each stage of the training, and the progress at its end."""
+        pairs = [stage.partition(":")[::2] for stage in self.context_growth]
+        numbers = [[parse_knob("context_growth", float, text) for text in pair] for pair in pairs]
+        stages = [(round(part * self.train_seq_len), min(end, 1.0)) for part, end in numbers]
+        return [*stages, (self.train_seq_len, math.inf)]
+
+    def stage_starts(self) -> list[float]:
+        """The progress (see progress) at which each stage of the training begins."""
+        starts = [end for _, end in self.context_stages()]
+        if self.loop_layers > 0:
+            starts.append(self.loop_from)
+        return [0.0, *sorted({start for start in starts if 0 < start < 1})]
+
+    def layer_order(self, is_looping: bool) -> list[int]:
+        """The order in which a forward pass goes through the layers."""
+        layers = list(range(self.num_layers))
+        middle = max((self.num_layers - self.loop_layers) // 2, 0)
+        first = self.loop_first if self.loop_first >= 0 else middle
+        last = first + self.loop_layers
+        times = self.loop_times if is_looping else 0
+        return layers[:last] + times * layers[first:last] + layers[last:]
+
+    def has_lanes(self, layer: int) -> bool:
+        """Skips come from a single stream, so only layers of the second half may have lanes."""
+        first = max(self.num_layers - self.parallel_layers, self.num_layers // 2)
+        return self.two_lanes and layer >= first
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
+        """Knobs of the environment, else of the preset, else the defaults."""
+        return read_knobs(cls, environ)
+
+    def check(self) -> None:
+        """Raise InputError for the first invalid knob."""
+        check_knobs(self)
+
+
 DEMO = dict(
     DATA_PATH="./data/datasets/demo_sp1024", TOKENIZER_PATH="./data/tokenizers/demo_1024_bpe.model",
     TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="600", ITERATIONS="200",
@@ -111,247 +286,15 @@ PRESETS = {
     "": {}, "demo": DEMO, "record1394": RECORD1394, "record1855": RECORD1855,
     "record2014": RECORD2014, "record2135": RECORD2135, "record": RECORD1394,  # its older name
 }  # fmt: skip
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # layers that LORA_SKIP may name
 
 
-@dataclass(frozen=True)
-class Hyperparameters:
-    """All knobs; num_layers is the variable NUM_LAYERS. If a comment has "0:", -1 does the same."""
-
-    # run; RUN_ID names the log and the checkpoint, by default after the time of the start
-    preset: str = ""  # "", demo or a record (see PRESETS): other defaults
-    run_id: str = field(default_factory=lambda: time.strftime("%y%m%d-%H%M%S-") + uuid4().hex[:4])
-    seed: int = 1337  # for Python, NumPy and torch
-    output_dir: str = "."  # for all files of the run
-    checkpoint_every: int = 0  # steps; 0: only when a signal stops the run
-    resume: str = ""  # a checkpoint; auto: this RUN_ID's, if it exists
-    device: str = "auto"  # cuda, cpu; auto: cuda if available
-    dtype: str = "auto"  # bf16, fp16, fp32; auto: bf16 if the GPU has it, else fp32
-    compile: str = "auto"  # torch.compile: 1, 0; auto: 1 on cuda
-    optimize_ddp: bool = True  # compile a graph for each of DDP's buckets, else one graph
-    data_path: str = "./data/datasets/fineweb10B_sp1024"  # folder of fineweb_{train,val}_*.bin
-    tokenizer_path: str = "./data/tokenizers/fineweb_1024_bpe.model"  # SentencePiece model
-    # validation and logging
-    val_batch_size: int = 524_288  # tokens, over all ranks and slots
-    val_loss_every: int = 1000  # steps, step 0 included; 0: only at the end
-    max_val_tokens: int = 0  # for a shorter validation; 0: the whole split
-    eval_stride: int = 0  # stride of the final score, in tokens; 0: TRAIN_SEQ_LEN
-    # test-time training (final score): adapters learn from each document after it is scored
-    lora_rank: int = 0  # of the adapters; records: 80; 0 disables them
-    lora_lr: float = 1e-3  # AdamW, adapters; records: 1e-4; 0: each document is scored alone
-    lora_weight_decay: float = 0.5  # AdamW, adapters
-    lora_skip: tuple[str, ...] = ()  # layers without adapters, as in c_q,c_v
-    lora_context: int = 0  # length of the windows; 0: TRAIN_SEQ_LEN
-    lora_chunk: int = 48  # tokens that are scored, then trained on; at most a window
-    lora_short_chunks: bool = False  # 8 tokens in documents up to 256, 24 in those up to 2,000
-    lora_documents: int = 32  # documents that are scored together
-    lora_keep: bool = False  # keep each A, but not B, for the next document in its slot
-    lora_phases: int = 0  # at the end of each, all weights train on all scored documents
-    lora_phase_documents: int = 833  # documents of a phase
-    lora_phase_lr: float = 1e-3  # SGD, all weights
-    # hints (final score): the most frequent token after the last few gets a larger logit
-    tilt_boost: float = 0.0  # nats that a hint's logit gains; record2135: 2.625; 0: no hints
-    tilt_tokens: int = 15  # a hint has so far been the most frequent token after the last 15
-    tilt_share: float = 0.8  # and has followed them in at least this share of the cases
-    tilt_order: str = "decoding"  # counting order; stream: from left to right, as published
-    train_log_every: int = 200  # logs steps 1 to 10, then every 200th; 0: none
-    # length of the run
-    iterations: int = 20_000  # optimizer steps at most
-    warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
-    warmdown_frac: float = 0.0  # of the run, in place of WARMDOWN_ITERS; 0: not used
-    min_lr: float = 0.0  # learning-rate multiplier at the end of the warmdown
-    warmup_steps: int = 20  # compile with these steps, then restore the initial state; 0: none
-    train_batch_tokens: int = 524_288  # tokens per optimizer step
-    batch_slots: int = 8  # micro-batches per optimizer step, over all ranks
-    train_seq_len: int = 1024  # T
-    # "0.25:0.1,0.5:0.7": T * 0.25 in the first tenth of the training, T * 0.5 up to 0.7, then T
-    context_growth: tuple[str, ...] = ()
-    shuffle: bool = False  # read the sequences in a random order
-    document_mask: bool = False  # a token sees only its own document
-    whole_documents: bool = False  # in training, cut only between documents or after T tokens
-    max_wallclock_seconds: float = 600.0  # of training; 0: no cap
-    # model
-    vocab_size: int = 1024  # V, the tokenizer's size
-    num_layers: int = 9  # L
-    model_dim: int = 512  # D
-    num_heads: int = 8  # H, query heads
-    num_kv_heads: int = 4  # K, key/value heads
-    mlp_mult: int = 2  # hidden width of the MLP / D
-    relu_slope: float = 0.0  # of the MLP's ReLU below zero
-    tie_embeddings: bool = True  # the output layer is the embedding
-    rope_base: float = 10_000.0  # longest wavelength: about 2 pi times this, in tokens
-    rope_fraction: float = 1.0  # share of each head's channels that is rotated
-    logit_softcap: float = 30.0  # cap * tanh(logits / cap)
-    qk_gain_init: float = 1.5  # initial gain of each head's queries
-    xsa_layers: int = 0  # last layers with exclusive self-attention
-    attention_gate_max: float = 0.0  # a head's gate is 0 to this, at first half of it; 0: none
-    attention_gate_scale: float = 1.0  # factor of the gates' logits
-    depth_scale: bool = False  # divide the normed inputs of layer i by the root of i, from 1
-    skip_gates: bool = False  # gates between each U-Net skip and the residual stream
-    smear_channels: int = 0  # inputs of the gate that mixes in the previous token; 0: none
-    parallel_layers: int = 0  # last layers, whose MLP does not see the layer's attention
-    two_lanes: bool = False  # in these layers attention and MLP read a residual stream each
-    loop_layers: int = 0  # layers that run again, with the same weights
-    loop_first: int = -1  # the first of them, from 0; below 0: so that they are in the middle
-    loop_times: int = 1  # how many times they run again
-    loop_from: float = 0.4  # fraction of the run (see progress) before the loops begin
-    # optimizers
-    embed_lr: float = 0.6  # Adam, untied embedding
-    head_lr: float = 0.008  # Adam, untied lm_head
-    tied_embed_lr: float = 0.05  # Adam, tied embedding
-    tied_embed_init_std: float = 0.005  # of a tied embedding
-    matrix_lr: float = 0.04  # Muon, matrices of the blocks
-    scalar_lr: float = 0.04  # Adam, vectors and control tensors
-    muon_momentum: float = 0.95  # after its warm-up
-    muon_backend_steps: int = 5  # Newton-Schulz iterations
-    muon_momentum_warmup_start: float = 0.85  # momentum at step 0
-    muon_momentum_warmup_steps: int = 500  # 0: no warm-up
-    muon_equal_rows: bool = False  # scale the rows of each update to one length
-    muon_weight_decay: float = 0.0  # a step shrinks matrices by this times the learning rate
-    beta1: float = 0.9  # Adam
-    beta2: float = 0.95  # Adam
-    adam_eps: float = 1e-8  # Adam
-    embed_weight_decay: float = 0.0  # AdamW, embedding: per step, times the learning rate
-    adam_weight_decay: float = 0.0  # AdamW, the rest, mostly gains and scales
-    grad_clip_norm: float = 0.0  # global norm; 0: no clipping
-    ema_decay: float = 0.0  # of the weights' average, per step; 0: the last weights
-    # export
-    # parts of names: parameters that Adam trains in fp32; small tensors that are saved in fp32
-    control_tensor_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
-    int8_keep_float_fp32_name_patterns: tuple[str, ...] = CONTROL_TENSOR_NAME_PATTERNS
-    matrix_levels: int = 127  # on each side of zero, for the matrices of the blocks; 31 is int6
-    embed_levels: int = 127  # for all other quantized tensors
-    scale_floor: float = 1 / 127  # of a row's step: values up to 0.1 use 13 levels a side
-    # standard deviations of a row that the levels of a matrix span; 0: clip at a quantile
-    sd_clip_embedding: float = 0.0  # tok_emb and lm_head
-    sd_clip_attention: float = 0.0
-    sd_clip_mlp: float = 0.0
-    gptq_batches: int = 0  # slots that GPTQ reads after the training; 0: plain rounding
-    awq_columns: int = 0  # adjacent columns of one matrix that GPTQ rounds finer
-    rans: bool = False  # code the quantized values by rANS, and compress the rest by LZMA
-
-    def files(self, split: str) -> str:
-        """Glob pattern of the "train" or "val" shards."""
-        return f"{glob.escape(self.data_path)}/fineweb_{split}_*.bin"
-
-    def checkpoint_path(self) -> Path:
-        return Path(self.output_dir, "checkpoints", f"{self.run_id}.pt")
-
-    def context_stages(self) -> list[tuple[int, float]]:
-        """The context's length in each stage of the training, and the progress at its end."""
-        pairs = [stage.partition(":")[::2] for stage in self.context_growth]
-        numbers = [[parse_knob("context_growth", float, text) for text in pair] for pair in pairs]
-        stages = [(round(part * self.train_seq_len), min(end, 1.0)) for part, end in numbers]
-        return [*stages, (self.train_seq_len, math.inf)]
-
-    def layer_order(self, is_looping: bool) -> list[int]:
-        """The order in which a forward pass goes through the layers."""
-        layers = list(range(self.num_layers))
-        middle = max((self.num_layers - self.loop_layers) // 2, 0)
-        first = self.loop_first if self.loop_first >= 0 else middle
-        last = first + self.loop_layers
-        times = self.loop_times if is_looping else 0
-        return layers[:last] + times * layers[first:last] + layers[last:]
-
-    def has_lanes(self, layer: int) -> bool:
-        """Skips come from a single stream, so only layers of the second half may have lanes."""
-        first = max(self.num_layers - self.parallel_layers, self.num_layers // 2)
-        return self.two_lanes and layer >= first
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
-        """Knobs of the environment, else of the preset, else the defaults."""
-        texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
-        if (patterns := texts.get("CONTROL_TENSOR_NAME_PATTERNS")) is not None:
-            texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)  # it follows the first
-        types = get_type_hints(cls).items()
-        hp = cls(**{k: parse_knob(k, t, texts[k.upper()]) for k, t in types if k.upper() in texts})
-        hp.check()
-        if hp.resume == "auto" and "RUN_ID" not in environ:
-            raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
-        return hp
-
-    def check(self) -> None:
-        """Raise InputError for the first invalid knob."""
-        H, T = self.num_heads, self.train_seq_len
-        unit = self.batch_slots * T
-        units = f"{unit}: BATCH_SLOTS={self.batch_slots} times TRAIN_SEQ_LEN={T}"
-        rules = [  # Numbers whose comments have "0:" may be below 0.
-            (("val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
-              "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
-              "logit_softcap", "adam_eps"), lambda x: x > 0, "above 0"),
-            (("iterations", "qk_gain_init", "tied_embed_init_std", "muon_backend_steps", "embed_lr",
-              "head_lr", "tied_embed_lr", "matrix_lr", "scalar_lr"), lambda x: x >= 0, "0 or more"),
-            (("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2"),
-             lambda x: 0 <= x < 1, "at least 0 and below 1"),
-            (["seed"], lambda x: 0 <= x < 2**32, "at least 0 and below 2**32"),
-            (["warmdown_frac"], lambda x: x <= 1, "at most 1"),
-            (["eval_stride"], lambda x: x <= T, f"at most TRAIN_SEQ_LEN={T}"),
-            (["model_dim"], lambda x: x % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
-            (["num_kv_heads"], lambda x: H % x == 0, f"a divisor of NUM_HEADS={H}"),
-            (["train_batch_tokens"], lambda x: x % unit == 0, f"a multiple of {units}"),
-            (["val_batch_size"], lambda x: x >= unit, f"at least {units}"),
-            (["preset"], lambda x: x in PRESETS, f"'' or one of {', '.join([*PRESETS][1:])}"),
-            (["device"], lambda x: x in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
-            (["dtype"], lambda x: x in ("auto", *DTYPES), "auto, bf16, fp16 or fp32"),
-            (["compile"], lambda x: x in ("auto", "1", "0"), "auto, 1 or 0"),
-            (["run_id"], lambda x: x[:1] not in ("", ".") and "/" not in x, "a file name"),
-            *self.technique_rules(),
-        ]  # fmt: skip
-        for names, is_valid, rule in rules:
-            for name in names:
-                if not is_valid(value := getattr(self, name)):
-                    raise InputError(f"{name.upper()}={value!r} must be {rule}")
-
-    def technique_rules(self) -> list[tuple]:
-        """Rules as in check, for the knobs of techniques."""
-        slot = self.train_batch_tokens // max(self.batch_slots, 1)
-        last = self.loop_first + self.loop_layers
-        lengths, ends = zip(*self.context_stages(), strict=True)
-        in_order = list(ends) == sorted(ends)
-        fits = in_order and all(0 < n <= self.train_seq_len and slot % n == 0 for n in lengths)
-        lanes = [self.has_lanes(layer) for layer in self.layer_order(is_looping=True)]
-        one_stream = not any(lanes[: len(lanes) // 2]) and lanes == sorted(lanes)
-        return [
-            (("loop_layers", "muon_weight_decay", "embed_weight_decay", "adam_weight_decay",
-              "lora_phase_lr"), lambda x: x >= 0, "0 or more"),
-            (["ema_decay"], lambda x: x < 1, "below 1"),
-            (["loop_from"], lambda x: 0 <= x < 1, "at least 0 and below 1"),
-            (["rope_fraction", "min_lr", "tilt_share"], lambda x: 0 <= x <= 1, "0 to 1"),
-            (["smear_channels"], lambda x: x <= self.model_dim, "at most MODEL_DIM"),
-            (["matrix_levels", "embed_levels"], lambda x: 0 < x < 128, "1 to 127"),
-            (["context_growth"], lambda x: fits, f"in order, and divide a slot of {slot} tokens"),
-            (["whole_documents"], lambda x: self.document_mask >= x, "0 without DOCUMENT_MASK=1"),
-            (["loop_first"], lambda x: last <= self.num_layers, "at most NUM_LAYERS - LOOP_LAYERS"),
-            (["loop_layers"], lambda x: one_stream, "lower, or set fewer PARALLEL_LAYERS"),
-            (["lora_skip"], lambda x: {*x} < {*LORA_LAYERS}, f"some of {', '.join(LORA_LAYERS)}"),
-            (["tilt_order"], lambda x: x in ("decoding", "stream"), "decoding or stream"),
-        ]  # fmt: skip
-
-
-def parse_knob(name: str, kind: type, text: str) -> Any:
-    if kind == tuple[str, ...]:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    try:
-        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
-    except (KeyError, TypeError, ValueError):
-        value = None
-    if value is None or (kind is float and not math.isfinite(value)):
-        kinds = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
-        wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
-        raise InputError(f"{name.upper()}={text!r} must be {wanted}")
-    return value
-
-
-def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(pattern in name for pattern in patterns)
-
-
-# ---- Model -----------------------
+# ---- Model ----------------------
 # dtypes: activations, the embedding and Muon's updates are bf16 on a GPU that has it, else fp32.
 # Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32. With
 # DTYPE=fp16 only activations are fp16: Muon and GradScaler need a wider range of exponents.
+BOS = 1  # the token that starts a document; Validation compares it with the tokenizer's
+
+
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
@@ -380,20 +323,16 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), dim=-1)
 
 
-def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
-    """The attention kernels that PyTorch may use, best first."""
-    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
-    cudnn = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
-    return [*cudnn, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
-    if q.device.type == "cuda" and q.dtype != torch.bfloat16:
-        # Without bf16, only MATH may group queries, and it stores all scores.
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+    if q.device.type == "cuda":
+        is_half = q.dtype in (torch.bfloat16, torch.float16)
+        if not is_half or torch.cuda.get_device_properties(q.device).major < 8:
+            # Only MATH could share keys between query heads here, and it stores all scores.
+            group = q.size(1) // k.size(1)  # query heads per key head
+            k = k.repeat_interleave(group, dim=1)
+            v = v.repeat_interleave(group, dim=1)
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -409,11 +348,11 @@ class Documents(NamedTuple):
 
 def find_documents(input_ids: Tensor, longest: int, is_flash: bool) -> tuple[Documents, Tensor]:
     """Find the documents in the rows of input_ids (B, T), and each token's position in its own
-    (B, T). Each BOS (token 1) starts a document, and a longer one than `longest` is cut (#1530)."""
+    (B, T). Each BOS starts a document, and a longer one than `longest` is cut (#1530)."""
     B, T = input_ids.shape
     n = max(T // 32, 2)  # documents per row: constant, so that shapes never change
     places = torch.arange(T, device=input_ids.device)
-    docs = F.pad((input_ids[:, 1:] == 1).cumsum(dim=1), (1, 0))
+    docs = F.pad((input_ids[:, 1:] == BOS).cumsum(dim=1), (1, 0))
     docs = docs.clamp(max=n - 1)  # the last one includes all further documents of the row
     is_first = F.pad(docs.diff(dim=1) > 0, (1, 0), value=True)
     positions = (places - (is_first * places).cummax(dim=1).values) % longest
@@ -474,11 +413,12 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """Let each position of x (B, T, D) read from itself and from earlier ones: (B, T, D)."""
         B, T, D = x.shape
         q = self.c_q(x).view(B, T, self.num_heads, -1)
         k = self.c_k(x).view(B, T, self.num_kv_heads, -1)
         v = self.c_v(x).view(B, T, self.num_kv_heads, -1)
+        # A score of normed q and k is at most sqrt(h), however large the weights. q_gain raises it.
         q = apply_rotary(rms_norm(q), cos, sin)
         k = apply_rotary(rms_norm(k), cos, sin)
         q = q * self.q_gain.to(x.dtype)[:, None]
@@ -496,7 +436,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around a squared ReLU (Primer, So et al., 2021), leaky or not (#493)."""
+    """Two linear layers around a squared ReLU (So et al., 2021), leaky or not (#493): no gate."""
 
     def __init__(self, hp: Hyperparameters) -> None:
         super().__init__()
@@ -514,11 +454,13 @@ class Block(nn.Module):
 
     def __init__(self, hp: Hyperparameters, layer: int) -> None:
         super().__init__()
+        D = hp.model_dim
         self.attn = CausalSelfAttention(hp, layer)
         self.mlp = MLP(hp)
         self.attn_scale = nn.Parameter(torch.ones(hp.model_dim))
         self.mlp_scale = nn.Parameter(torch.ones(hp.model_dim))
-        self.resid_mix = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, hp.model_dim))
+        # Starts as x alone. Each layer may learn, per channel, to fade x or to reread the token.
+        self.resid_mix = nn.Parameter(torch.stack((torch.ones(D), torch.zeros(D))))
         self.is_parallel = layer >= hp.num_layers - hp.parallel_layers
         self.norm_scale = (layer + 1) ** -0.5 if hp.depth_scale else 1.0
 
@@ -568,7 +510,6 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.context = hp.train_seq_len  # tokens of a training sequence; set_stage changes it
         self.set_looping(True)  # a finished model loops; set_stage sets it in a run
-        self.gptq_ms = 0.0  # time that GPTQ took in the export
         self.tok_emb = nn.Embedding(hp.vocab_size, D)
         if hp.smear_channels > 0:  # a weight per channel, and a factor that starts at zero
             self.smear_gate = nn.Parameter(torch.zeros(hp.smear_channels + 1))
@@ -589,11 +530,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Set the weights, rounded to bf16 so that all dtypes start alike, and tok_emb's dtype."""
+        """Set the weights, rounded to bf16 as the baseline's, which starts in bf16; set dtypes."""
+        # Each block starts as the identity. With a tied output, step 1 changes no other matrix.
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.proj.weight.zero_()
         if self.lm_head is None:
+            # x is normed later, so this std sets only the first logits: the loss is near ln(V).
             self.tok_emb.weight.normal_(std=self.hp.tied_embed_init_std)
         else:
             self.lm_head.weight.zero_()
@@ -635,7 +578,8 @@ class GPT(nn.Module):
     def logits(self, input_ids: Tensor) -> Tensor:
         """Next-token logits for input_ids (B, T): fp32 (B*T, V)."""
         x = self.tok_emb(input_ids).to(self.dtype)  # (B, T, D)
-        cos, sin = self.rotary[:, : input_ids.size(1), None].to(self.dtype)
+        cos, sin = self.rotary.to(self.dtype)  # (longest T, h/2) each
+        cos, sin = cos[: x.size(1), None], sin[: x.size(1), None]  # (T, 1, h/2): for all heads
         documents = None
         if self.hp.document_mask:
             longest = self.context if self.training else self.hp.train_seq_len
@@ -653,6 +597,7 @@ class GPT(nn.Module):
             skips.append(x)
         # Each skip keeps its row of skip_weights when the loops begin.
         first_row = len(self.skip_weights) - self.num_encoder_layers
+        # Late layers read early features. The first skip is x, so it doubles x, as in the baseline.
         for row, block in enumerate(blocks[self.num_encoder_layers :], first_row):
             if skips:  # an odd L leaves the last layer without a mirror
                 x = self.add_skip(x, skips.pop(), row, isinstance(block, TwoLaneBlock))
@@ -660,14 +605,15 @@ class GPT(nn.Module):
         if x.ndim == 4:
             x = x.mean(dim=0)  # of the two lanes
         logits = self.output(rms_norm(x).flatten(0, 1))
+        # The identity near 0. Beyond the cap the gradient fades, so that confidence stays finite.
         return (self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()
 
     def smear(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        """Mix the token before into each of x (B, T, D), but not into BOS, token 1 (#1667)."""
+        """Mix the token before into each of x (B, T, D), but not into BOS (#1667)."""
         channels = self.hp.smear_channels
         weights, factor = self.smear_gate.to(x.dtype).split((channels, 1))
         gate = factor * torch.sigmoid(x[..., :channels] @ weights)[..., None]
-        return x + gate * (input_ids != 1)[..., None] * F.pad(x[:, :-1], (0, 0, 1, 0))
+        return x + gate * (input_ids != BOS)[..., None] * F.pad(x[:, :-1], (0, 0, 1, 0))
 
     def add_skip(self, x: Tensor, skip: Tensor, row: int, has_lanes: bool = False) -> Tensor:
         if has_lanes:  # the skip enters attention's lane only
@@ -692,40 +638,21 @@ def share_embedding(gpt: GPT) -> CastedLinear:
     return layer
 
 
-def wrap(gpt: GPT, compiled: bool) -> nn.Module:
-    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
-    model: nn.Module = gpt
-    if compiled:
-        torch._dynamo.config.optimize_ddp = gpt.hp.optimize_ddp
-        torch._dynamo.config.recompile_limit = 256  # graphs of all stages, windows and chunks
-        model = torch.compile(gpt, dynamic=False, fullgraph=True)
-    if dist.is_initialized():
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
-    return model
-
-
-# ---- Optimizers ------------------
-# Optimizer group of each parameter outside the blocks, by name prefix.
-OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
-OPTIMIZER_GROUPS |= {"smear_gate": "scalar"}
-# Not from a checkpoint:
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps", "weight_decay")
-
-
+# ---- Optimizers -----------------
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Bring the singular values of each wide matrix in stack (n, rows, columns) close to 1."""
+    # Steep at 0 instead of exact: five steps bring singular values of 0.003 to 1 into 0.68 to 1.21.
     a, b, c = 3.4445, -4.7750, 2.0315
+    # The Frobenius norm bounds singular values: above 1.26 they would diverge. 1e-7 keeps 0 at 0.
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = x @ x.mT
+        gram = x @ x.mT  # rows x rows: wide matrices have the smaller one
         x = a * x + (b * gram + (c * gram) @ gram) @ x
     return x
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024). Each rank orthogonalizes
-    a share of the updates, in `dtype`; an all-reduce combines them."""
+    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024), shared by the ranks."""
 
     def __init__(
         self,
@@ -748,19 +675,20 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Update momentum and weights. All ranks must call it. The gradients are averaged."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             updates = self.nesterov(params, group["momentum"])
-            # Views of `exchange`. Rank r fills in r, r + W, r + 2W, ... The others stay zero.
+            # Views of `exchange`. Rank r fills in r, r + W, ...; all else is 0, so a sum gathers.
             sizes = [p.numel() for p in params]
             exchange = updates[0].new_zeros(sum(sizes), dtype=self.dtype)
             combined = [u.view_as(p) for u, p in zip(exchange.split(sizes), params, strict=True)]
-            own = slice(rank, None, world_size)
-            results = self.orthogonalize(updates[own], group["backend_steps"])
-            for update, result in zip(combined[own], results, strict=True):
-                update.copy_(result)
+            own = [i for i in range(len(params)) if i % world_size == rank]
+            results = self.orthogonalize([updates[i] for i in own], group["backend_steps"])
+            for i, result in zip(own, results, strict=True):
+                combined[i].copy_(result)
             if world_size > 1:
                 dist.all_reduce(exchange)
             if group["weight_decay"] > 0:
@@ -775,7 +703,7 @@ class Muon(torch.optim.Optimizer):
         buffers = [self.state[p]["momentum_buffer"] for p in params]
         grads = [p.grad for p in params]
         torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, grads)
+        torch._foreach_add_(buffers, grads)  # no factor 1 - momentum: Newton-Schulz ignores scale
         updates = torch._foreach_add(grads, buffers, alpha=momentum)
         return updates if self.equal_rows else [update.to(self.dtype) for update in updates]
 
@@ -785,25 +713,41 @@ class Muon(torch.optim.Optimizer):
             matrices = [F.normalize(matrix, dim=1, eps=1e-7).to(self.dtype) for matrix in matrices]
         wide = [matrix.mT if matrix.size(0) > matrix.size(1) else matrix for matrix in matrices]
         results = list(matrices)
+        # One batched product per shape: many small kernels would leave a GPU idle.
         for shape in sorted({matrix.shape for matrix in wide}):
             members = [i for i, matrix in enumerate(wide) if matrix.shape == shape]
             stack = self.newton_schulz(torch.stack([wide[i] for i in members]), steps)
             for i, result in zip(members, stack, strict=True):
+                # At full rank, all entries now have RMS 1/sqrt(columns): one rate fits all shapes.
                 rows, columns = matrices[i].shape
                 results[i] = result.mT * math.sqrt(rows / columns) if rows > columns else result
         return results
 
 
+def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
+    """Check whether a parameter's name contains one of these parts."""
+    return any(pattern in name for pattern in patterns)
+
+
+# Optimizer group of each parameter outside the blocks, by name prefix.
+OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}
+OPTIMIZER_GROUPS |= {"smear_gate": "scalar"}
+
+
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
     """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
-    if unknown := {*OPTIMIZER_GROUPS.values()} - {*groups}:
+    unknown = {*OPTIMIZER_GROUPS.values()} - {*groups}
+    if unknown:
         raise InputError(f"OPTIMIZER_GROUPS has {', '.join(unknown)}: use {', '.join(groups)}")
     for name, param in model.named_parameters():
-        outside = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
+        own_group = None
+        for prefix, group in OPTIMIZER_GROUPS.items():
+            if own_group is None and name.startswith(prefix):
+                own_group = group
         control = is_control_tensor(name, hp.control_tensor_name_patterns)
-        if outside:
-            groups[outside[0]].append(param)
+        if own_group is not None:
+            groups[own_group].append(param)
         elif not name.startswith("blocks."):
             raise InputError(f"{name} is in no optimizer: add it to OPTIMIZER_GROUPS")
         elif param.ndim == 2 and param.requires_grad and not control:
@@ -834,7 +778,7 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     return [adam, muon]
 
 
-# ---- Schedules -------------------
+# ---- Schedules ------------------
 def progress(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
     """Fraction of the run that is done, in steps or in training time, whichever is larger."""
     cap_ms = 1000 * hp.max_wallclock_seconds
@@ -851,18 +795,21 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
         return 1.0
     if hp.max_wallclock_seconds <= 0:
         return min(max(hp.iterations - step, 0) / hp.warmdown_iters, 1.0)
+    # ITERATIONS does not count: a run that it ends first keeps its full rate.
     remaining_ms = max(1000 * hp.max_wallclock_seconds - elapsed_ms, 0.0)
     warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)
     return remaining_ms / warmdown_ms if remaining_ms < warmdown_ms else 1.0
 
 
 def muon_momentum(hp: Hyperparameters, step: int) -> float:
+    """Momentum at this step: averages about 7 gradients (1 / (1 - 0.85)) at first, later 20."""
     warmup_steps = hp.muon_momentum_warmup_steps
     done = min(step / warmup_steps, 1.0) if warmup_steps > 0 else 1.0
     return (1 - done) * hp.muon_momentum_warmup_start + done * hp.muon_momentum
 
 
 def set_schedule(optimizers: list[torch.optim.Optimizer], factor: float, momentum: float) -> None:
+    """Set all learning rates to factor times their base_lr, and Muon's momentum."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["base_lr"]
@@ -876,20 +823,18 @@ def set_stage(gpt: GPT, done: float) -> None:
     gpt.context = next(length for length, end in gpt.hp.context_stages() if done < end)
 
 
-# ---- Data ------------------------
+# ---- Data -----------------------
 SHARD_HEADER_BYTES = 1024  # 256 little-endian int32: magic 20240520, version 1, tokens, zeros
-WAYS_TO_DATA = """\
-  get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
-  or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
-  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata
-  for a record:    see tests/records/README.md"""
 
 
 def load_data_shard(path: str | Path) -> Tensor:
     """The tokens of a shard, uint16 (n,), memory-mapped. Raises InputError naming the file."""
-    size = os.path.getsize(path)
-    header = np.fromfile(path, "<i4", 3).tolist()
-    if header[:2] != [20240520, 1] or size != SHARD_HEADER_BYTES + 2 * header[-1]:
+    try:
+        size = os.path.getsize(path)
+        header = np.fromfile(path, "<i4", 3).tolist()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}: get it again") from None
+    if header != [20240520, 1, (size - SHARD_HEADER_BYTES) / 2]:
         raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
     words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
     return words[SHARD_HEADER_BYTES // 2 :]
@@ -925,11 +870,16 @@ class TokenStream:
         return torch.cat(parts)
 
 
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
 class DistributedTokenLoader:
     """Gives each rank its own part of one token stream. A step reads the same tokens for any W."""
 
     sequence = 0  # with SHUFFLE, index of the next step's first sequence in the run
-    seed = 0  # with SHUFFLE, seed of the order
 
     def __init__(
         self, pattern: str, rank: int, world_size: int, device: Any, vocab_size: int = 2**16
@@ -964,7 +914,13 @@ def shuffle(index: int, n: int, seed: str) -> int:
 
 class ShuffledTokenLoader(DistributedTokenLoader):
     """Gives each rank its part of a step's sequences of T + 1 tokens. Any number of ranks reads the
-    same step. Each epoch has all sequences once, in a new random order (#726, #1394)."""
+    same step. Each epoch has all sequences once, in a new random order (#726, #1394). If T grows
+    (CONTEXT_GROWTH), the epoch goes on in an order of longer sequences, so some of its tokens may
+    come twice and others not at all."""
+
+    def __init__(self, *place: Any, seed: int) -> None:
+        super().__init__(*place)
+        self.seed = seed
 
     def next_batch(
         self, global_tokens: int, seq_len: int, grad_accum_steps: int
@@ -992,226 +948,201 @@ class ShuffledTokenLoader(DistributedTokenLoader):
         return self.stream.take(seq_len + 1)
 
 
-LOADERS = {False: DistributedTokenLoader, True: ShuffledTokenLoader}  # by the knob SHUFFLE
+def open_loader(
+    hp: Hyperparameters, rank: int, world_size: int, device: torch.device, seed: int
+) -> DistributedTokenLoader:
+    """A loader of the train shards. seed: of the order, with SHUFFLE."""
+    place = (hp.files("train"), rank, world_size, device, hp.vocab_size)
+    if hp.shuffle:
+        return ShuffledTokenLoader(*place, seed=seed)
+    return DistributedTokenLoader(*place)
 
 
-# ---- Runtime ---------------------
-@dataclass
-class Log:
-    """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
+# ---- Training -------------------
+class TrainingState:
+    """All that a step changes. An average of the weights goes into its first three methods."""
 
-    waiting: list[str] = field(default_factory=list)
-    file: TextIO | None = None
-    is_terminal: bool = False
+    def __init__(self, hp: Hyperparameters, runtime: "Runtime") -> None:
+        random.seed(hp.seed)
+        np.random.seed(hp.seed)
+        torch.manual_seed(hp.seed)  # CPU and CUDA
+        self.hp = hp
+        self.runtime = runtime
+        place = (runtime.rank, runtime.world_size, runtime.device)
+        self.loader = open_loader(hp, *place, hp.seed)
+        self.gpt = GPT(hp, runtime.dtype).to(runtime.device)
+        self.optimizers = build_optimizers(self.gpt, runtime.compiled)
+        self.model = wrap(self.gpt, runtime.compiled)
+        is_fp16 = runtime.dtype == torch.float16  # small gradients need a scale, else they are 0
+        self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
+        self.stopwatch = Stopwatch(runtime.device)
+        self.step = 0
+        self.skipped_steps = 0  # of this process: with fp16, a gradient was not finite
+        self.train_loss = 0.0  # of the last logged step, the mean of all ranks
+        self.signum = 0  # of the first signal that this rank got; 0: none
+        self.ema: dict[str, Tensor] = {}  # fp32 averages of gpt's parameters
 
-    def open(self, hp: Hyperparameters, source: bytes) -> None:
-        """Call this late, so that an input error leaves no file."""
-        path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
-        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
-            print(source.decode(), "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
-        except OSError as error:
-            raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
-        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        for line in (str(path), *self.waiting):
-            self(line)
+    def update_ema(self) -> None:
+        """Average in the weights of a step. Those of n steps ago count decay**n."""
+        decay = self.hp.ema_decay
+        weights = {name: param.detach().float() for name, param in self.gpt.named_parameters()}
+        if not self.ema:
+            self.ema = {name: weight.clone() for name, weight in weights.items()}
+        share = (1 - decay) / (1 - decay**self.step)
+        torch._foreach_lerp_(list(self.ema.values()), list(weights.values()), share)
 
-    def __call__(self, line: str) -> None:
-        if self.file is None:
-            self.waiting.append(line)
-            return
-        with contextlib.suppress(OSError):  # a full disk
-            print(line, file=self.file)
-        self.show(f"{line}\n")
+    def state_dict(self, device: str = "cpu") -> dict[str, Any]:
+        """Copy everything that a resumed run needs and that warm_up restores."""
+        state = {
+            "step": self.step,
+            "train_ms": self.stopwatch.elapsed_ms(),
+            "knobs": asdict(self.hp),
+            "stream": (self.loader.stream.shard, self.loader.stream.position),
+            "sequence": self.loader.sequence,
+            "shards": [len(shard) for shard in self.loader.stream.shards],
+            "model": self.gpt.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema,
+        }
+        return copy_tensors(state, device)
 
-    def status(self, text: str) -> None:
-        """Show text on a terminal until the next line."""
-        if self.is_terminal:
-            self.show(text[: (shutil.get_terminal_size().columns or 80) - 1])
+    def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
+        load_model(self.gpt, saved["model"], name)
+        same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
+        for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
+            load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
+        if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
+            self.scaler.load_state_dict(saved["scaler"])
+        stream = self.loader.stream
+        stream.shard, stream.position = saved["stream"]
+        if stream.shard >= len(stream.shards):
+            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
+        self.step = saved["step"]
+        self.skipped_steps = 0  # those of the warm-up do not count
+        self.loader.sequence = saved["sequence"]
+        self.ema = copy_tensors(saved["ema"], self.runtime.device) if self.hp.ema_decay > 0 else {}
+        self.stopwatch.reset(saved["train_ms"])
 
-    def show(self, text: str) -> None:
-        clear_line = "\r\x1b[K" if self.is_terminal else ""
-        try:
-            print(clear_line + text, end="", flush=True)
-        except OSError:  # the terminal or pipe is gone
-            sys.stdout = None  # else Python would fail at its exit
+    def request_stop(self, signum: int, frame: Any) -> None:
+        """Signal handler: stop after the current step. Further signals change nothing."""
+        self.signum = self.signum or signum
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """This process's rank, device and log."""
-
-    rank: int
-    world_size: int  # W
-    device: torch.device
-    dtype: torch.dtype  # of activations
-    compiled: bool
-    source: bytes = b""  # of this file, when the run began
-    log: Log = field(default_factory=Log)
-    started: float = field(default_factory=time.perf_counter)  # in seconds
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
-        values = [value] * self.world_size
+def train_step(state: TrainingState) -> Tensor:
+    """Take one optimizer step. Returns the mean loss of this rank's tokens."""
+    hp = state.hp
+    grad_accum_steps = hp.batch_slots // state.runtime.world_size
+    total_loss = torch.zeros((), device=state.runtime.device)
+    state.gpt.zero_grad()
+    for micro_step in range(grad_accum_steps):
+        # Each slot has its own seed, so that any number of ranks draws the same dropout.
+        slot = micro_step * state.runtime.world_size + state.runtime.rank
+        torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
         if dist.is_initialized():
-            dist.all_gather_object(values, value)
-        return values
-
-    def from_rank_0(self, job: Callable[[], Any]) -> Any:
-        """Call job on rank 0 alone. Returns its result, or raises its user error, on all ranks."""
-        shared: list[Any] = [None]  # broadcast_object_list replaces the items of a list
-        if self.rank == 0:
-            try:
-                shared = [job()]
-            except (InputError, OSError) as error:
-                shared = [error]
-        if dist.is_initialized():
-            dist.broadcast_object_list(shared, src=0)
-        if isinstance(shared[0], Exception):
-            raise shared[0]
-        return shared[0]
-
-
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Start a copy to the device. Pinned memory lets the host continue without waiting."""
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)
+            # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
+            # only: one exchange a step. It reads this flag in its forward pass.
+            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+        row = hp.train_batch_tokens // hp.batch_slots if hp.whole_documents else state.gpt.context
+        batch = state.loader.next_batch(hp.train_batch_tokens, row, grad_accum_steps)
+        loss = state.model(*batch) * (1 / grad_accum_steps)
+        state.scaler.scale(loss).backward()
+        total_loss += loss.detach()
+    skip = state.scaler.is_enabled() and not unscale_gradients(state)
+    if hp.grad_clip_norm > 0:
+        nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
+    for optimizer in state.optimizers:
+        if not skip:
+            optimizer.step()
+    return total_loss
 
 
-def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
-    num_gpus = torch.cuda.device_count()
-    if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
-        return torch.device("cpu")
-    if local_rank >= num_gpus:
-        raise InputError(f"no GPU {local_rank}; torch sees {num_gpus} GPUs: set DEVICE=cpu")
-    torch.cuda.set_device(local_rank)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    return torch.device("cuda", local_rank)
+def unscale_gradients(state: TrainingState) -> bool:
+    """Divide fp16 gradients by the loss scale. Returns False if one is not finite."""
+    scale = state.scaler.get_scale()
+    for optimizer in state.optimizers:
+        state.scaler.unscale_(optimizer)
+    state.scaler.update()  # halves the scale if one is not finite, and doubles it now and then
+    is_finite = state.scaler.get_scale() >= scale
+    state.skipped_steps += int(not is_finite)
+    if state.scaler.get_scale() < 1:
+        raise InputError("17 steps in a row had fp16 gradients that are not finite: set DTYPE=fp32")
+    return is_finite
 
 
-def open_runtime(hp: Hyperparameters) -> Runtime:
-    """Open the device and, under torchrun, the process group."""
-    # Else torch 2.10 to 2.13 lose gradients of parameters that are used in chunks (pytorch 193061).
-    os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
-    distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    rank = parse_knob("rank", int, os.environ["RANK"]) if distributed else 0
-    world_size = parse_knob("world_size", int, os.environ["WORLD_SIZE"]) if distributed else 1
-    if world_size <= 0 or hp.batch_slots % world_size != 0:
-        raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
-    device = open_device(hp, parse_knob("local_rank", int, os.environ.get("LOCAL_RANK", "0")))
-    on_gpu = device.type == "cuda"
-    if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
-        # Waiting threads spin. If another program takes a core, one thread fewer is faster.
-        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
-    if distributed:
-        try:
-            store, _, _ = next(dist.rendezvous("env://"))
-        except (ValueError, dist.DistError) as error:
-            problem = str(error).partition("\n")[0]
-            raise InputError(f"{problem}: use torchrun, or unset RANK and WORLD_SIZE") from None
-        # After a restart, the old store may hold dead addresses and NCCL's error flag.
-        store.delete_key("exception_dump")
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        # gloo syncs the clock on the CPU, so that the GPU queue never drains.
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        dist.barrier()
-    auto = "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    dtype = DTYPES[auto if hp.dtype == "auto" else hp.dtype]
-    compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
-    return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
+def train(state: TrainingState, validation: "Validation") -> int:
+    """Train up to a limit or a signal. Returns the signal's number; 0: none."""
+    hp, gather = state.hp, state.runtime.gather
+    cap_ms = 1000 * hp.max_wallclock_seconds
+    set_signal_action(state.request_stop)
+    while True:  # all exits are at the top, where all ranks agree
+        ranks = gather((state.stopwatch.elapsed_ms(), state.signum))
+        elapsed_ms = ranks[0][0]  # one clock, so that all learning rates agree
+        signum = max(signum for _, signum in ranks)
+        set_stage(state.gpt, progress(hp, state.step, elapsed_ms))
+        time_is_up = cap_ms > 0 and elapsed_ms >= cap_ms
+        if state.step >= hp.iterations or time_is_up:
+            state.stopwatch.pause()
+            return 0  # a finished run is exported, whatever its loss
+        if not math.isfinite(state.train_loss):
+            advice = "check the model and DTYPE" if state.step == 1 else "set lower learning rates"
+            raise InputError(f"train_loss is {state.train_loss}: {advice}")
+        if signum > 0:
+            return signum
+        if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
+            validate(state, validation)
+        state.stopwatch.start()
+        factor = max(lr_factor(hp, state.step, elapsed_ms), hp.min_lr)
+        set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
+        rank_loss = train_step(state)
+        state.step += 1
+        if hp.ema_decay > 0:
+            state.update_ema()
+        # In the last four steps the clock is exact, so that a run ends within a step of the cap.
+        is_near_cap = cap_ms > 0 and elapsed_ms * (1 + 4 / state.step) >= cap_ms
+        state.stopwatch.lap(wait=is_near_cap)
+        log_step(state, rank_loss)
+        if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
+            save_checkpoint(state)
 
 
-def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Raise InputError if ranks differ in script, knobs, dtype, torch or sizes of data files."""
-    may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
-    facts = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
-    facts |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
-    paths = filter(os.path.isfile, [*glob.glob(hp.files("*")), hp.tokenizer_path])
-    facts["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
-    first, *others = runtime.gather(facts)
-    for rank, other in enumerate(others, start=1):
-        if differ := [name for name in first | other if first.get(name) != other.get(name)]:
-            raise InputError(f"ranks 0 and {rank} differ in {', '.join(differ)}: make these equal")
+def warm_up(state: TrainingState) -> None:
+    """Take WARMUP_STEPS steps to compile, off the clock, at least one for each stage. They train
+    nothing: all is restored."""
+    wanted = state.hp.warmup_steps
+    start = state.state_dict()
+    set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
+    # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
+    num_steps = max(wanted, int(dist.is_initialized()))
+    # The warm-up visits all stages, so that the training compiles nothing.
+    starts = state.hp.stage_starts()
+    num_steps = max(num_steps, len(starts) if wanted > 0 else 0)
+    for step in range(1, num_steps + 1):
+        state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
+        set_stage(state.gpt, starts[(step - 1) * len(starts) // num_steps])
+        train_step(state)
+        for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
+            if param.requires_grad and param.grad is None:
+                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
+        if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
+            state.runtime.log(f"warmup_step:{step}/{wanted}")
+    state.load_state_dict(start)
 
 
-class Stopwatch:
-    """Wall-clock training time, without pauses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device_module = torch.get_device_module(device)
-        self.reset(0.0)
-
-    def reset(self, elapsed_ms: float) -> None:
-        self.before_ms = elapsed_ms
-        self.started: float | None = None  # in seconds; None while it is paused
-        self.last_step: Any = None  # event at its end
-
-    def start(self) -> None:
-        if self.started is None:
-            self.device_module.synchronize()
-            self.started = time.perf_counter()
-
-    def pause(self) -> None:
-        self.device_module.synchronize()
-        self.reset(self.elapsed_ms())
-
-    def lap(self) -> None:
-        """Call after each step. Waits for the step before it: at most one step is queued."""
-        previous = self.last_step
-        self.last_step = self.device_module.Event()
-        self.last_step.record()
-        if previous is not None:
-            previous.synchronize()
-
-    def elapsed_ms(self) -> float:
-        running = 0.0 if self.started is None else time.perf_counter() - self.started
-        return self.before_ms + 1000 * running
-
-    def report(self, step: int) -> str:
-        elapsed_ms = self.elapsed_ms()
-        return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
+def log_step(state: TrainingState, rank_loss: Tensor) -> None:
+    """Log a step that is due. Show the step and the time left on a terminal."""
+    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
+    name = f"step:{state.step}/{hp.iterations}"
+    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
+        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
+    elapsed_ms = stopwatch.elapsed_ms()
+    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
+    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
+    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
 
 
-# ---- Evaluation ------------------
-# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
-# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
-def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
-    """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
-    ids = [*range(tokenizer.vocab_size())]
-    others = (tokenizer.IsControl(ids), tokenizer.IsUnknown(ids), tokenizer.IsUnused(ids))
-    has_text = ~np.any(others, axis=0)
-    # Without CaseOps's marks of Capital and CAPITALS. "\u2581" is SentencePiece's mark of a space.
-    pieces = [piece.translate({1: None, 2: None}) for piece in tokenizer.IdToPiece(ids)]
-    leading_space = np.array([piece.startswith("\u2581") for piece in pieces]) & has_text
-    lengths = [len(p.removeprefix("\u2581").replace("\u2581", " ").encode()) for p in pieces]
-    num_bytes = np.where(tokenizer.IsByte(ids), 1, lengths) * has_text
-    before, targets = tokens[:-1], tokens[1:]
-    total = num_bytes[targets].sum() + (leading_space[targets] & has_text[before]).sum()
-    first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
-    if tokenizer.PieceToId("\u2581") == tokenizer.unk_id() != first:  # a space is these bytes
-        is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
-        total -= (3 - has_text[before[:-2]][is_space]).sum()
-    return int(total)
-
-
-def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
-    """Check that nine tenths of the first 100 documents survive decoding and re-encoding."""
-    tokens = tokens[tokens != tokenizer.eos_id()]  # other tools end documents with it
-    starts = np.flatnonzero(tokens == tokenizer.bos_id())[:101]
-    documents = [document[1:2001].tolist() for document in np.split(tokens, starts)[1:101]]
-    same = []
-    for i, ids in enumerate(documents):
-        if tokenizer.unk_id() not in ids:  # <unk> lost its text
-            is_cut = len(ids) == 2000 or i == len(starts) - 1
-            kept = len(ids) // 2 if is_cut else len(ids)  # a cut may change the tokens before it
-            same.append(tokenizer.encode(tokenizer.decode(ids))[:kept] == ids[:kept])
-    return len(starts) > 0 and 10 * sum(same) >= 9 * len(same)
-
-
+# ---- Evaluation -----------------
 class Validation:
     """The validation split, cut to whole sequences plus one target."""
 
@@ -1223,9 +1154,10 @@ class Validation:
             tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
         except (OSError, RuntimeError) as error:
             raise InputError(f"{knob}: {error}\n{WAYS_TO_DATA}") from None
-        if tokenizer.bos_id() != 1 and (hp.document_mask or hp.smear_channels > 0):
+        self.bos = tokenizer.bos_id()
+        if self.bos != BOS and (hp.document_mask or hp.smear_channels > 0):
             advice = "set DOCUMENT_MASK=0 and SMEAR_CHANNELS=0, or another tokenizer"
-            raise InputError(f"{knob}: its BOS is not 1: {advice}")
+            raise InputError(f"{knob}: its BOS is not {BOS}: {advice}")
         size = tokenizer.vocab_size()
         if size != hp.vocab_size:
             advice = f"set TOKENIZER_PATH to the shards' tokenizer, or VOCAB_SIZE={size}"
@@ -1255,54 +1187,88 @@ def evaluate(
     tokens: Tensor,
     stride: int,
     hp: Hyperparameters,
-    runtime: Runtime,
+    runtime: "Runtime",
     hints: Tensor | None = None,
 ) -> Tensor:
-    """Losses of tokens[1:] in nats, fp32 (n,), in windows that begin `stride` apart. Targets of
-    other ranks stay 0. FineWeb's 62 million take 248 MB on each rank."""
+    """Losses of tokens[1:] in nats, fp32 (n,), in windows `stride` apart; 0 if of other ranks."""
     T = hp.train_seq_len
     num_targets = len(tokens) - 1
-    starts = torch.tensor([*range(0, num_targets - T, stride), num_targets - T])
-    first_new = torch.cat((starts[:1], starts[:-1] + T))  # targets before it are already scored
+    starts = [*range(0, num_targets - T, stride), num_targets - T]
     my_first = len(starts) * runtime.rank // runtime.world_size
     my_end = len(starts) * (runtime.rank + 1) // runtime.world_size
     batch_size = max(min(hp.val_batch_size // hp.batch_slots // T, my_end - my_first), 1)
-    losses = torch.zeros(num_targets + 1, device=runtime.device)  # the last place is a spare
+    losses = torch.zeros(num_targets, device=runtime.device)
     model.eval()
-    for i in range(my_first, my_end, batch_size):
-        runtime.log.status(f"validation: window {i - my_first} of {my_end - my_first}")
+    for first in range(my_first, my_end, batch_size):
+        runtime.log.status(f"validation: window {first - my_first} of {my_end - my_first}")
         # The last batch is padded with its last window: a new shape would recompile the model.
-        window_ids = torch.arange(i, i + batch_size).clamp(max=my_end - 1)
-        windows = torch.stack([tokens[start : start + T + 1] for start in starts[window_ids]])
+        batch_starts = [starts[min(i, my_end - 1)] for i in range(first, first + batch_size)]
+        windows = torch.stack([tokens[start : start + T + 1] for start in batch_starts])
         windows = upload(windows, runtime.device).long()  # (B, T + 1)
         inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        places = starts[window_ids, None] + torch.arange(T)  # (B, T)
-        places = torch.where(places < first_new[window_ids, None], num_targets, places)
         hint_ids = None
         if hints is not None:
-            rows = [hints[start : start + T] for start in starts[window_ids]]
+            rows = [hints[start : start + T] for start in batch_starts]
             hint_ids = upload(torch.stack(rows), runtime.device).long()
-        losses[upload(places, runtime.device)] = model(inputs, targets, "none", hint_ids)
+        batch_losses = model(inputs, targets, "none", hint_ids)  # (B, T)
+        for row, i in enumerate(range(first, min(first + batch_size, my_end))):
+            first_new = starts[i - 1] + T if i > 0 else 0  # targets before it are already scored
+            losses[first_new : starts[i] + T] = batch_losses[row, first_new - starts[i] :]
     model.train()
-    return losses[:-1]
+    return losses
 
 
-def mean_loss(losses: Tensor, runtime: Runtime) -> float:
+def mean_loss(losses: Tensor, runtime: "Runtime") -> float:
     """Mean over all targets, on every rank. losses: as evaluate returns them."""
     return sum(runtime.gather(losses.sum(dtype=torch.float64).item())) / len(losses)
 
 
-def final_losses(model: nn.Module, validation: Validation, runtime: Runtime) -> Tensor:
+def validate(state: TrainingState, validation: Validation) -> float:
+    """Pause the clock, log the validation loss and return it."""
+    hp = state.hp
+    state.stopwatch.pause()
+    losses = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
+    loss = mean_loss(losses, state.runtime)
+    score, times = validation.format(loss), state.stopwatch.report(state.step)
+    state.runtime.log(f"step:{state.step}/{hp.iterations} {score} {times}")
+    return loss
+
+
+def final_losses(model: nn.Module, validation: Validation, runtime: "Runtime") -> Tensor:
     """Losses of the final score, as evaluate returns them. Test-time training belongs here."""
     hp, tokens = validation.hp, validation.tokens
-    hints = ngram_hints(tokens, hp, runtime) if hp.tilt_boost > 0 else None
+    documents = split_documents(tokens, validation.bos) if hp.lora_rank > 0 else []
+    hints = ngram_hints(tokens, documents, hp, runtime) if hp.tilt_boost > 0 else None
     if hp.lora_rank > 0:
-        return lora_ttt(model, tokens, hp, runtime, hints)
+        return lora_ttt(model, tokens, documents, hp, runtime, hints)
     stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
     return evaluate(model, tokens, stride, hp, runtime, hints)
 
 
-# ---- Test-time training ----------
+# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
+# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
+def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
+    """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
+    ids = [*range(tokenizer.vocab_size())]
+    others = (tokenizer.IsControl(ids), tokenizer.IsUnknown(ids), tokenizer.IsUnused(ids))
+    has_text = ~np.any(others, axis=0)
+    # Without CaseOps's marks of Capital and CAPITALS. "\u2581" is SentencePiece's mark of a space.
+    pieces = [piece.translate({1: None, 2: None}) for piece in tokenizer.IdToPiece(ids)]
+    leading_space = np.array([piece.startswith("\u2581") for piece in pieces]) & has_text
+    lengths = [len(p.removeprefix("\u2581").replace("\u2581", " ").encode()) for p in pieces]
+    num_bytes = np.where(tokenizer.IsByte(ids), 1, lengths) * has_text
+    before, targets = tokens[:-1], tokens[1:]
+    total = num_bytes[targets].sum() + (leading_space[targets] & has_text[before]).sum()
+    first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
+    has_space_piece = tokenizer.PieceToId("\u2581") != tokenizer.unk_id()
+    has_byte_pieces = first != tokenizer.unk_id()
+    if has_byte_pieces and not has_space_piece:  # a space is these three bytes
+        is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
+        total -= (3 - has_text[before[:-2]][is_space]).sum()
+    return int(total)
+
+
+# ---- Test-time training ---------
 # Adapters for each document (#1530), phases (#1610, #1626), kept A (#1787).
 LORA_ALPHA = 144  # / rank multiplies an adapter's output (LORA_KEEP=1), else its initial A
 LORA_PHASE_TOKENS = 32_768  # tokens in a step of all weights
@@ -1392,7 +1358,7 @@ def score_documents(
 
 
 def train_on_documents(
-    gpt: GPT, model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Runtime
+    gpt: GPT, model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: "Runtime"
 ) -> None:
     """Train gpt's weights on scored tokens by one epoch of SGD. model: gpt, maybe compiled. Any
     number of ranks takes the same steps, up to rounding."""
@@ -1421,9 +1387,8 @@ def train_on_documents(
     gpt.requires_grad_(False)
 
 
-def split_documents(tokens: Tensor, hp: Hyperparameters) -> list[slice]:
+def split_documents(tokens: Tensor, bos: int) -> list[slice]:
     """Split the targets, tokens[1:], after each BOS: places of documents, longest first."""
-    bos = SentencePieceProcessor(model_file=hp.tokenizer_path).bos_id()
     starts = np.flatnonzero(tokens[1:-1].numpy().astype(np.uint16) == bos) + 1
     bounds = [0, *starts.tolist(), len(tokens) - 1]
     places = [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -1431,7 +1396,7 @@ def split_documents(tokens: Tensor, hp: Hyperparameters) -> list[slice]:
     return sorted(places, key=lambda place: place.stop - place.start, reverse=True)
 
 
-def copy_model(model: nn.Module, hp: Hyperparameters, runtime: Runtime) -> GPT:
+def copy_model(model: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> GPT:
     """A copy of the model's weights, in fp32, with windows of LORA_CONTEXT tokens."""
     trained = next(module for module in model.modules() if isinstance(module, GPT))
     context = hp.lora_context if hp.lora_context > 0 else hp.train_seq_len
@@ -1441,12 +1406,16 @@ def copy_model(model: nn.Module, hp: Hyperparameters, runtime: Runtime) -> GPT:
 
 
 def lora_ttt(
-    model: nn.Module, tokens: Tensor, hp: Hyperparameters, runtime: Runtime, hints: Tensor | None
+    model: nn.Module,
+    tokens: Tensor,
+    places: list[slice],
+    hp: Hyperparameters,
+    runtime: "Runtime",
+    hints: Tensor | None,
 ) -> Tensor:
     """Losses as evaluate returns them. A copy of the model scores each document by itself, from
     its BOS to the next one, with adapters that its earlier chunks have trained. Each phase ends
-    with steps of the copy's weights on all documents scored so far."""
-    places = split_documents(tokens, hp)
+    with steps of the copy's weights on all documents scored so far. places: of the documents."""
     n = min(max(hp.lora_documents, 1), len(places))
     groups = [places[i : i + n] for i in range(0, len(places), n)]
     phases = range(max(hp.lora_phases, 0) + 1)
@@ -1486,7 +1455,7 @@ def lora_ttt(
     return losses
 
 
-# ---- Hints -----------------------
+# ---- Hints ----------------------
 # n-gram tilt (#1145, #1514). #2135 counts in the order of the stream, but scores in another.
 def join_equals(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the order that brings equal keys together, oldest first, and for each place in this
@@ -1520,12 +1489,14 @@ def find_hints(inputs: Tensor, targets: Tensor, num_tokens: int, share: float) -
     return hints
 
 
-def ngram_hints(tokens: Tensor, hp: Hyperparameters, runtime: Runtime) -> Tensor:
+def ngram_hints(
+    tokens: Tensor, documents: list[slice], hp: Hyperparameters, runtime: "Runtime"
+) -> Tensor:
     """The hint of each target, tokens[1:], int64 (n,); -1: none."""
     tokens = tokens.long()
     order = torch.arange(len(tokens) - 1)  # in which targets are counted
     if hp.lora_rank > 0 and hp.tilt_order == "decoding":  # one document after the other
-        order = torch.cat([order[place] for place in split_documents(tokens, hp)])
+        order = torch.cat([order[place] for place in documents])
     pair = (upload(part, runtime.device) for part in (tokens[order], tokens[order + 1]))
     hints = torch.empty_like(order)
     hints[order] = find_hints(*pair, hp.tilt_tokens, hp.tilt_share).cpu()
@@ -1533,79 +1504,8 @@ def ngram_hints(tokens: Tensor, hp: Hyperparameters, runtime: Runtime) -> Tensor
     return hints
 
 
-# ---- Files -----------------------
-def compress(data: bytes) -> bytes:
-    return zlib.compress(data, 9)
-
-
-def decompress(data: bytes) -> bytes:
-    return lzma.decompress(data) if data.startswith(b"\xfd7zXZ") else zlib.decompress(data)
-
-
-def copy_tensors(value: Any, device: torch.device | str) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), value)
-
-
-def serialize(obj: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(copy_tensors(obj, "cpu"), buffer)  # a view would be saved with its whole storage
-    return buffer.getvalue()
-
-
-def deserialize(data: bytes, name: str) -> dict[str, Any]:
-    """Decompress if needed, then load. Runs no code from the file. Raises InputError on damage."""
-    try:
-        if not data.startswith(b"PK"):  # as files of torch.save do
-            data = decompress(data)
-        if damaged := zipfile.ZipFile(io.BytesIO(data)).testzip():
-            raise ValueError(f"the checksum of {damaged} is wrong")
-        return decode_values(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except Exception as error:  # of any type; torch's text goes on with unsafe advice
-        problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
-        raise InputError(f"{name} is damaged or not a model file: {problem}") from None
-
-
-def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
-    """Load a state_dict. name: of its file, for the error if names or shapes differ."""
-    try:
-        gpt.load_state_dict(weights)
-    except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]
-        advice = "use the script and knobs of its training (final_result.json next to it)"
-        raise InputError(f"{name} does not fit: {advice}: {problem}") from None
-
-
-def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
-    """Load the bytes of an artifact, a checkpoint or a state_dict. name: of the file."""
-    weights = deserialize(data, name)
-    if "__quant_format__" in weights:
-        weights = dequantize_state_dict_int8(weights)
-    elif "optimizers" in weights:
-        weights = weights["model"]
-    load_model(gpt, weights, name)
-
-
-def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
-    """Write a temporary file and rename it. If that fails, log a warning and return False."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # a power cut must not leave an empty file under the new name
-        os.replace(temporary, path)
-        return True
-    except OSError as error:
-        log(f"WARNING: {path} cannot be written: {error.strerror}")
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # leave the space to smaller files
-        return False
-
-
-# ---- Export ----------------------
+# ---- Export ---------------------
 SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
-WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
 INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
 INT8_CLIP_QUANTILE = 0.9999984
 
@@ -1648,7 +1548,7 @@ def quantize_tensor(
 def quantize_state_dict_int8(
     state_dict: Mapping[str, Tensor], hp: Hyperparameters = Hyperparameters()
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Returns the artifact and statistics. People who import this function may leave out hp."""
+    """Round large tensors to int8. Returns an object to save, and statistics. hp: for patterns."""
     keep_patterns = hp.int8_keep_float_fp32_name_patterns
     parts = ("quantized", "scales", "dtypes", "passthrough")
     obj: dict[str, Any] = {"__quant_format__": "int8_clean_per_row_v1", **{p: {} for p in parts}}
@@ -1668,14 +1568,16 @@ def quantize_state_dict_int8(
             obj.setdefault("passthrough_orig_dtypes", {})[name] = dtype
         else:
             obj["passthrough"][name] = tensor
-    stored = ("quantized", "scales", "passthrough")
+    payload = 0
+    for part in ("quantized", "scales", "passthrough"):
+        payload += sum(tensor.nbytes for tensor in obj[part].values())
     return obj, {
         "param_count": sum(tensor.numel() for tensor in state_dict.values()),
         "num_tensors": len(state_dict),
         "num_float_tensors": len(obj["quantized"]),  # the baseline's name
         "num_nonfloat_tensors": sum(not t.is_floating_point() for t in state_dict.values()),
         "baseline_tensor_bytes": sum(tensor.nbytes for tensor in state_dict.values()),
-        "int8_payload_bytes": sum(t.nbytes for part in stored for t in obj[part].values()),
+        "int8_payload_bytes": payload,
     }
 
 
@@ -1692,19 +1594,29 @@ def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes, str]:
-    """Quantize and compress the weights. Returns the artifact, and the log's lines about sizes."""
+def compress(data: bytes) -> bytes:
+    return zlib.compress(data, 9)
+
+
+def decompress(data: bytes) -> bytes:
+    return lzma.decompress(data) if data.startswith(b"\xfd7zXZ") else zlib.decompress(data)
+
+
+def export(gpt: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> tuple[bytes, str, float]:
+    """Quantize and compress the weights. Returns the artifact, the log's lines about sizes, and
+    the milliseconds that GPTQ took."""
     state_dict = gpt.state_dict()
     obj, stats = quantize_state_dict_int8(state_dict, hp)
+    gptq_ms = 0.0
     if hp.gptq_batches > 0 and glob.glob(hp.files("train")):
-        round_by_gptq(gpt, state_dict, obj, runtime)
+        gptq_ms = round_by_gptq(gpt, state_dict, obj, runtime)
     raw = serialize(obj)
     artifact = lzma.compress(serialize(encode_values(obj))) if hp.rans else compress(raw)
     plain = len(serialize(state_dict))
     code = len(runtime.source)
     payload = stats["int8_payload_bytes"]
     total = len(artifact) + code
-    return artifact, (
+    report = (
         f"Serialized model: {plain} bytes\n"
         f"Code size: {code} bytes\n"
         f"Total submission size: {plain + code} bytes\n"
@@ -1714,9 +1626,10 @@ def export(gpt: nn.Module, hp: Hyperparameters, runtime: Runtime) -> tuple[bytes
         f"size_check:{'fits' if total <= SIZE_LIMIT else 'too_large'} limit:{SIZE_LIMIT} "
         f"bytes_left:{SIZE_LIMIT - total}"
     )
+    return artifact, report, gptq_ms
 
 
-# ---- GPTQ ------------------------
+# ---- GPTQ -----------------------
 @torch.no_grad()
 def gather_hessians(gpt: nn.Module, device: torch.device, names: set[str]) -> dict[str, Any]:
     """Sums of x.T @ x and of n, over the inputs x (n, columns) of the weights with these names."""
@@ -1734,7 +1647,7 @@ def gather_hessians(gpt: nn.Module, device: torch.device, names: set[str]) -> di
             hessians[layers[layer]] = x.T @ x + hessian, n + len(x)
 
     # Rank 0 reads all tokens itself, so that any number of ranks gives the same artifact.
-    loader = LOADERS[hp.shuffle](hp.files("train"), 0, 1, device, hp.vocab_size)
+    loader = open_loader(hp, rank=0, world_size=1, device=device, seed=0)
     gpt.eval()
     try:
         with nn.modules.module.register_module_forward_pre_hook(add_input):
@@ -1750,10 +1663,14 @@ def gather_hessians(gpt: nn.Module, device: torch.device, names: set[str]) -> di
 def find_salient(weights: dict, stacks: dict, hessians: dict, n: int) -> tuple[str, int]:
     """Find the matrix, and there the first of n adjacent columns, with the largest sum of the root
     mean square of the inputs times the mean absolute weight (AWQ, Lin et al., 2023)."""
+    if n <= 0:
+        return "", 0
     found = []
     for (first, _), names in stacks.items():
         size = (hessians[first][0].diagonal() / hessians[first][1]).sqrt().cpu()
-        for name in names if len(size) >= n > 0 and "blocks." in first else ():
+        if "blocks." not in first or len(size) < n:
+            continue
+        for name in names:
             sums = (size * weights[name].abs().mean(dim=0)).unfold(0, n, n).sum(dim=1)
             found.append((sums.max().item(), name, n * int(sums.argmax())))
     return max(found, default=(0, "", 0))[1:]
@@ -1782,8 +1699,8 @@ def gptq_values(weight: Tensor, scale: Tensor, levels: Tensor, hessian: Tensor) 
     return values[order.argsort()].T.to("cpu", torch.int8).contiguous()
 
 
-def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: Runtime) -> None:
-    """Replace the plainly rounded values. The scales stay."""
+def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: "Runtime") -> float:
+    """Replace the plainly rounded values. The scales stay. Returns the time in milliseconds."""
     started = time.perf_counter()
     stacks: dict[tuple[str, int], list[str]] = {}
     for name in obj["quantized"]:
@@ -1809,11 +1726,12 @@ def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: Runt
                 obj["awq"] = [(salient, start, start + n, 127 // levels)]
     except RuntimeError as error:  # no memory, or a Hessian that is not finite
         runtime.log(f"WARNING: GPTQ failed, plain rounding for the rest: {error}")
-    gpt.gptq_ms = 1000 * (time.perf_counter() - started)
-    runtime.log(f"gptq_time:{gpt.gptq_ms:.0f}ms")
+    gptq_ms = 1000 * (time.perf_counter() - started)
+    runtime.log(f"gptq_time:{gptq_ms:.0f}ms")
+    return gptq_ms
 
 
-# ---- Entropy coder ---------------
+# ---- Entropy coder --------------
 RANS_LANES = 512  # independent coders: numpy advances them together
 RANS_CLASSES = 96  # classes of values by expected size, which doubles every eight classes
 
@@ -1854,35 +1772,34 @@ class ValueClasses:
         self.count += 1
 
 
-def encode_values(obj: dict[str, Any]) -> dict[str, Any]:
-    """Replace the quantized values by one rANS stream (Duda, 2013), with frequencies for each class
-    of values. A row that resembles an earlier one is stored as the difference."""
-    if not obj["quantized"]:
-        return obj
-    coded, sides, crc = [], [], 0
-    counts = np.zeros((RANS_CLASSES, 256), np.int64)
-    for values in obj["quantized"].values():
-        rows = as_rows(values.numpy())
-        best, weights = find_references(rows)
-        prediction = (weights[:, None].astype(np.int16) * rows[best] + 8) >> 4
-        rest = (rows - prediction).astype(np.int8)  # modulo 256
-        sizes = np.log2(np.abs(rest.astype(np.int16)).mean(1).clip(1 / 16))
-        middle = np.median(sizes)  # from there in steps of two: most rows share one level
-        levels = (32 + round(8 * middle) + 2 * (4 * (sizes - middle)).round()).astype(np.int8)
-        model = ValueClasses(rows.shape[1])
-        classes = np.empty(rows.shape, np.uint8)
-        for row, level, row_classes in zip(rest, levels.tolist(), classes, strict=True):
-            row_classes[:] = model.next_row(level)
-            model.add(row, level)
-        symbols = rest.view(np.uint8)
-        np.add.at(counts, (classes, symbols), 1)
-        coded.append((symbols, classes))
-        sides.append((best, weights, levels))
-        crc = zlib.crc32(rows, crc)
-    # The frequencies of a class add up to 2**16, and no symbol in use has 0.
+def code_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
+    """Return a matrix's symbols, their classes, and for each row what the decoder needs: an earlier
+    row like it, this one's weight, and the level of the rest. The symbols are the rest."""
+    best, weights = find_references(rows)
+    prediction = (weights[:, None].astype(np.int16) * rows[best] + 8) >> 4
+    rest = (rows - prediction).astype(np.int8)  # modulo 256
+    sizes = np.log2(np.abs(rest.astype(np.int16)).mean(1).clip(1 / 16))
+    middle = np.median(sizes)  # from there in steps of two: most rows share one level
+    levels = (32 + round(8 * middle) + 2 * (4 * (sizes - middle)).round()).astype(np.int8)
+    model = ValueClasses(rows.shape[1])
+    classes = np.empty(rows.shape, np.uint8)
+    for row, level, row_classes in zip(rest, levels.tolist(), classes, strict=True):
+        row_classes[:] = model.next_row(level)
+        model.add(row, level)
+    return rest.view(np.uint8), classes, (best, weights, levels)
+
+
+def frequency_tables(counts: np.ndarray) -> np.ndarray:
+    """Scale the counts (classes, 256) so that each class adds up to 2**16 and no symbol in use has
+    0."""
     tables = np.maximum((counts << 16) // counts.sum(1, keepdims=True).clip(1), counts > 0)
     for frequencies in tables:
         frequencies[frequencies.argmax()] += 2**16 - frequencies.sum()
+    return tables
+
+
+def encode_stream(coded: list[tuple], tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Encode symbols, given with their classes, by rANS. Returns the last states and the stream."""
     starts = tables.cumsum(1) - tables
     lanes = np.full(RANS_LANES, 2**31)  # states, always at least 2**31 and below 2**63
     words = []  # 32 bits of each state that would become too large
@@ -1897,8 +1814,26 @@ def encode_values(obj: dict[str, Any]) -> dict[str, Any]:
                 words.append(state[is_full].astype("<u4"))
                 state = np.where(is_full, state >> 32, state)
                 lanes[: len(state)] = (state // frequency << 16) + starts[step] + state % frequency
+    return lanes, np.concatenate(words[::-1]).view(np.int32)
+
+
+def encode_values(obj: dict[str, Any]) -> dict[str, Any]:
+    """Replace the quantized values by one rANS stream (Duda, 2013), with frequencies for each class
+    of values. A row that resembles an earlier one is stored as the difference."""
+    if not obj["quantized"]:
+        return obj
+    coded, sides, crc = [], [], 0
+    counts = np.zeros((RANS_CLASSES, 256), np.int64)
+    for values in obj["quantized"].values():
+        rows = as_rows(values.numpy())
+        symbols, classes, side = code_rows(rows)
+        np.add.at(counts, (classes, symbols), 1)
+        coded.append((symbols, classes))
+        sides.append(side)
+        crc = zlib.crc32(rows, crc)
+    tables = frequency_tables(counts)
+    lanes, stream = encode_stream(coded, tables)
     shapes = {name: tuple(values.shape) for name, values in obj["quantized"].items()}
-    stream = np.concatenate(words[::-1]).view(np.int32)
     parts = (tables.astype(np.int32), lanes, stream, *map(np.concatenate, zip(*sides, strict=True)))
     return obj | {"quantized": shapes, "rans": (*map(torch.from_numpy, parts), crc)}
 
@@ -1939,7 +1874,516 @@ def decode_values(obj: dict[str, Any]) -> dict[str, Any]:
     return obj | {"quantized": values}
 
 
-# ---- State -----------------------
+# ---- The run --------------------
+def finish(state: TrainingState, validation: Validation) -> int:
+    """Write the model, then validate it and score its artifact. Returns the exit code."""
+    hp, runtime = state.hp, state.runtime
+    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
+        save_checkpoint(state)
+    state.gpt.load_state_dict(state.gpt.state_dict() | state.ema)
+    written = runtime.from_rank_0(lambda: write_model(state))
+    artifact, report, gptq_ms, checksums, files = written
+    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
+    if state.signum:
+        runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
+        signal.raise_signal(state.signum)
+    pre_quant_loss = validate(state, validation)
+    train_ms = state.stopwatch.elapsed_ms()
+    if state.step < hp.iterations:
+        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
+        runtime.log(f"stopping_early: wallclock_cap {end}")
+    if runtime.world_size > 1:
+        own = binascii.crc32(serialize(state.gpt.state_dict()))
+        same = all(runtime.gather(own == checksums[WEIGHTS]))
+        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
+    if state.skipped_steps > 0:
+        runtime.log(f"WARNING: {state.skipped_steps} steps skipped: fp16 gradients not finite")
+    if runtime.device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
+    runtime.log(report)
+    load_weights(state.gpt, artifact, "the exported artifact")
+    started = time.perf_counter()
+    loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
+    eval_ms = 1000 * (time.perf_counter() - started)
+    facts = {
+        "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
+        "pre_quant_val_loss": pre_quant_loss,
+        "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
+        "steps": state.step, "train_ms": train_ms,
+        "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
+        "crc32": checksums, "gptq_ms": gptq_ms,
+    }  # fmt: skip
+    files[RESULT] = runtime.from_rank_0(lambda: write_result(state, facts))
+    written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
+    runtime.log(f"files: {shlex.join(written)}")
+    log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
+    return int(not all(files.values()) or not math.isfinite(loss))
+
+
+def run() -> int:
+    """Train and score a model. Returns the exit code."""
+    hp = Hyperparameters.from_env(os.environ)
+    runtime = open_runtime(hp)
+    prepare_demo(hp, runtime)
+    compare_ranks(hp, runtime)
+    state = TrainingState(hp, runtime)
+    validation = Validation(hp)
+    log_settings(state.gpt, validation, runtime)
+    load_checkpoint(state)
+    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
+    warm_up(state)
+    runtime.from_rank_0(lambda: move_older_files(hp, runtime.log))
+    signum = train(state, validation)
+    if signum > 0:
+        return stop(state, signum)
+    return finish(state, validation)
+
+
+# You can skip the rest at first: it reads knobs, starts processes, keeps files safe.
+# ---- Knobs ----------------------
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # layers that LORA_SKIP may name
+
+
+def parse_knob(name: str, kind: type, text: str) -> Any:
+    if kind == tuple[str, ...]:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    try:
+        value = {"0": False, "1": True}[text] if kind is bool else kind(text)
+    except (KeyError, TypeError, ValueError):
+        value = None
+    if value is None or (kind is float and not math.isfinite(value)):
+        kinds = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
+        wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
+        raise InputError(f"{name.upper()}={text!r} must be {wanted}")
+    return value
+
+
+def read_knobs(cls: type, environ: Mapping[str, str]) -> Hyperparameters:
+    texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
+    if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
+        patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
+        texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)  # it follows the first
+    values = {}
+    for name, kind in get_type_hints(cls).items():
+        if name.upper() in texts:
+            values[name] = parse_knob(name, kind, texts[name.upper()])
+    hp = cls(**values)
+    hp.check()
+    if hp.resume == "auto" and "RUN_ID" not in environ:
+        raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
+    return hp
+
+
+def check_knobs(hp: Hyperparameters) -> None:
+    H, T = hp.num_heads, hp.train_seq_len
+    unit = hp.batch_slots * T
+    units = f"{unit}: BATCH_SLOTS={hp.batch_slots} times TRAIN_SEQ_LEN={T}"
+    rules = [  # Numbers whose comments have "0:" may be below 0.
+        (("val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
+          "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
+          "logit_softcap", "adam_eps"), lambda x: x > 0, "above 0"),
+        (("iterations", "qk_gain_init", "tied_embed_init_std", "muon_backend_steps", "embed_lr",
+          "head_lr", "tied_embed_lr", "matrix_lr", "scalar_lr"), lambda x: x >= 0, "0 or more"),
+        (("muon_momentum", "muon_momentum_warmup_start", "beta1", "beta2"),
+         lambda x: 0 <= x < 1, "at least 0 and below 1"),
+        (["seed"], lambda x: 0 <= x < 2**32, "at least 0 and below 2**32"),
+        (["warmdown_frac"], lambda x: x <= 1, "at most 1"),
+        (["eval_stride"], lambda x: x <= T, f"at most TRAIN_SEQ_LEN={T}"),
+        (["model_dim"], lambda x: x % (2 * H) == 0, f"an even multiple of NUM_HEADS={H}"),
+        (["num_kv_heads"], lambda x: H % x == 0, f"a divisor of NUM_HEADS={H}"),
+        (["train_batch_tokens"], lambda x: x % unit == 0, f"a multiple of {units}"),
+        (["val_batch_size"], lambda x: x >= unit, f"at least {units}"),
+        (["preset"], lambda x: x in PRESETS, f"'' or one of {', '.join([*PRESETS][1:])}"),
+        (["device"], lambda x: x in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
+        (["dtype"], lambda x: x in ("auto", *DTYPES), "auto, bf16, fp16 or fp32"),
+        (["compile"], lambda x: x in ("auto", "1", "0"), "auto, 1 or 0"),
+        (["run_id"], lambda x: x[:1] not in ("", ".") and "/" not in x, "a file name"),
+        *technique_rules(hp),
+    ]  # fmt: skip
+    for names, is_valid, rule in rules:
+        for name in names:
+            if not is_valid(value := getattr(hp, name)):
+                raise InputError(f"{name.upper()}={value!r} must be {rule}")
+
+
+def technique_rules(hp: Hyperparameters) -> list[tuple]:
+    """Rules as in check_knobs, for the knobs of techniques."""
+    slot = hp.train_batch_tokens // max(hp.batch_slots, 1)
+    last = hp.loop_first + hp.loop_layers
+    lengths, ends = zip(*hp.context_stages(), strict=True)
+    in_order = list(ends) == sorted(ends)
+    fits = in_order and all(0 < n <= hp.train_seq_len and slot % n == 0 for n in lengths)
+    lanes = [hp.has_lanes(layer) for layer in hp.layer_order(is_looping=True)]
+    one_stream = not any(lanes[: len(lanes) // 2]) and lanes == sorted(lanes)
+    return [
+        (("loop_layers", "muon_weight_decay", "embed_weight_decay", "adam_weight_decay",
+          "lora_phase_lr"), lambda x: x >= 0, "0 or more"),
+        (["ema_decay"], lambda x: x < 1, "below 1"),
+        (["flash_attention"], lambda x: x <= 0 or x == 3, "0 or 3"),
+        (["loop_from"], lambda x: 0 <= x < 1, "at least 0 and below 1"),
+        (["rope_fraction", "min_lr", "tilt_share"], lambda x: 0 <= x <= 1, "0 to 1"),
+        (["smear_channels"], lambda x: x <= hp.model_dim, "at most MODEL_DIM"),
+        (["matrix_levels", "embed_levels"], lambda x: 0 < x < 128, "1 to 127"),
+        (["context_growth"], lambda x: fits, f"in order, and divide a slot of {slot} tokens"),
+        (["whole_documents"], lambda x: hp.document_mask >= x, "0 without DOCUMENT_MASK=1"),
+        (["loop_first"], lambda x: last <= hp.num_layers, "at most NUM_LAYERS - LOOP_LAYERS"),
+        (["loop_layers"], lambda x: one_stream, "lower, or set fewer PARALLEL_LAYERS"),
+        (["lora_skip"], lambda x: {*x} < {*LORA_LAYERS}, f"some of {', '.join(LORA_LAYERS)}"),
+        (["tilt_order"], lambda x: x in ("decoding", "stream"), "decoding or stream"),
+    ]  # fmt: skip
+
+
+# ---- Runtime --------------------
+@dataclass
+class Log:
+    """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
+
+    waiting: list[str] = field(default_factory=list)
+    file: TextIO | None = None
+    is_terminal: bool = False
+
+    def open(self, hp: Hyperparameters, source: bytes) -> None:
+        """Call this late, so that an input error leaves no file."""
+        path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
+        versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
+        gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            print(source.decode(), "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
+        except OSError as error:
+            raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
+        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        for line in (str(path), *self.waiting):
+            self(line)
+
+    def __call__(self, line: str) -> None:
+        if self.file is None:
+            self.waiting.append(line)
+            return
+        with contextlib.suppress(OSError):  # a full disk
+            print(line, file=self.file)
+        self.show(f"{line}\n")
+
+    def status(self, text: str) -> None:
+        """Show text on a terminal until the next line."""
+        if self.is_terminal:
+            self.show(text[: (shutil.get_terminal_size().columns or 80) - 1])
+
+    def show(self, text: str) -> None:
+        clear_line = "\r\x1b[K" if self.is_terminal else ""
+        try:
+            print(clear_line + text, end="", flush=True)
+        except OSError:  # the terminal or pipe is gone
+            sys.stdout = None  # else Python would fail at its exit
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process's rank, device and log."""
+
+    rank: int
+    world_size: int  # W
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    compiled: bool
+    source: bytes = b""  # of this file, when the run began
+    log: Log = field(default_factory=Log)
+    started: float = field(default_factory=time.perf_counter)  # in seconds
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        values = [value] * self.world_size
+        if dist.is_initialized():
+            dist.all_gather_object(values, value)
+        return values
+
+    def from_rank_0(self, job: Callable[[], Any]) -> Any:
+        """Call job on rank 0 alone. Returns its result, or raises its user error, on all ranks."""
+        shared: list[Any] = [None]  # broadcast_object_list replaces the items of a list
+        if self.rank == 0:
+            try:
+                shared = [job()]
+            except (InputError, OSError) as error:
+                shared = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared, src=0)
+        if isinstance(shared[0], Exception):
+            raise shared[0]
+        return shared[0]
+
+
+# Returns "FA3" while FlashAttention 3 replaces PyTorch's own; torch 2.9 has no such function.
+current_flash_attention = getattr(nn.attention, "current_flash_attention_impl", lambda: None)
+
+
+def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
+    """The attention kernels that PyTorch may use, best first."""
+    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
+    best = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
+    best.insert(0 if current_flash_attention() == "FA3" else 1, SDPBackend.FLASH_ATTENTION)
+    return [*best, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def activate_flash_attention_3(device: torch.device) -> None:
+    """Let FlashAttention 3 (Shah et al., 2024) answer all calls of PyTorch's FlashAttention."""
+    major = torch.cuda.get_device_properties(device).major if device.type == "cuda" else 0
+    known = getattr(nn.attention, "list_flash_attention_impls", list)()
+    package = importlib.util.find_spec("flash_attn_interface")
+    for need, is_met in {
+        "a Hopper GPU, such as an H100": major == 9,
+        f"PyTorch 2.13, not {torch.__version__}": "FA3" in known,
+        "the package flash-attn-3": package is not None,
+    }.items():
+        if not is_met:
+            raise InputError(f"FLASH_ATTENTION=3 needs {need}: get it, or set FLASH_ATTENTION=0")
+    nn.attention.activate_flash_attention_impl("FA3")
+
+
+def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    if hp.device == "cpu" or (hp.device == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        raise InputError(f"no GPU {local_rank}; torch sees {num_gpus} GPUs: set DEVICE=cpu")
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return torch.device("cuda", local_rank)
+
+
+def open_runtime(hp: Hyperparameters) -> Runtime:
+    """Open the device and, under torchrun, the process group."""
+    # Else torch 2.10 to 2.13 lose gradients of parameters that are used in chunks (pytorch 193061).
+    os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
+    distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank = parse_knob("rank", int, os.environ["RANK"]) if distributed else 0
+    world_size = parse_knob("world_size", int, os.environ["WORLD_SIZE"]) if distributed else 1
+    if world_size <= 0 or hp.batch_slots % world_size != 0:
+        raise InputError(f"WORLD_SIZE={world_size} must divide BATCH_SLOTS={hp.batch_slots}")
+    device = open_device(hp, parse_knob("local_rank", int, os.environ.get("LOCAL_RANK", "0")))
+    if hp.flash_attention == 3:
+        activate_flash_attention_3(device)
+    on_gpu = device.type == "cuda"
+    if not on_gpu and "OMP_NUM_THREADS" not in os.environ:
+        # Waiting threads spin. If another program takes a core, one thread fewer is faster.
+        torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
+    if not on_gpu:
+        # glibc would return freed memory to the kernel in each step, and fault it in again.
+        with contextlib.suppress(AttributeError):  # other C libraries have no mallopt
+            ctypes.CDLL(None).mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: older ones refuse more
+    if distributed:
+        try:
+            store, _, _ = next(dist.rendezvous("env://"))
+        except (ValueError, dist.DistError) as error:
+            problem = str(error).partition("\n")[0]
+            raise InputError(f"{problem}: use torchrun, or unset RANK and WORLD_SIZE") from None
+        # After a restart, the old store may hold dead addresses and NCCL's error flag.
+        store.delete_key("exception_dump")
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        # gloo syncs the clock on the CPU, so that the GPU queue never drains.
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.barrier()
+    auto = "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    dtype = DTYPES[auto if hp.dtype == "auto" else hp.dtype]
+    compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
+    return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
+
+
+def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Raise InputError if ranks differ in script, knobs, dtype, torch or sizes of data files."""
+    may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
+    facts = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
+    facts |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
+    paths = filter(os.path.isfile, [*glob.glob(hp.files("*")), hp.tokenizer_path])
+    facts["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
+    first, *others = runtime.gather(facts)
+    for rank, other in enumerate(others, start=1):
+        if differ := [name for name in first | other if first.get(name) != other.get(name)]:
+            raise InputError(f"ranks 0 and {rank} differ in {', '.join(differ)}: make these equal")
+
+
+def wrap(gpt: GPT, compiled: bool) -> nn.Module:
+    """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
+    model: nn.Module = gpt
+    if compiled:
+        torch._dynamo.config.optimize_ddp = gpt.hp.optimize_ddp
+        torch._dynamo.config.recompile_limit = 256  # graphs of all stages, windows and chunks
+        model = torch.compile(gpt, dynamic=False, fullgraph=True)
+    if dist.is_initialized():
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
+    return model
+
+
+class Stopwatch:
+    """Wall-clock training time, without pauses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_module = torch.get_device_module(device)
+        self.reset(0.0)
+
+    def reset(self, elapsed_ms: float) -> None:
+        self.before_ms = elapsed_ms
+        self.started: float | None = None  # in seconds; None while it is paused
+        self.last_step: Any = None  # event at its end
+
+    def start(self) -> None:
+        if self.started is None:
+            self.device_module.synchronize()
+            self.started = time.perf_counter()
+
+    def pause(self) -> None:
+        """Wait for the device and stop counting."""
+        self.device_module.synchronize()
+        self.reset(self.elapsed_ms())
+
+    def lap(self, wait: bool = False) -> None:
+        """Call after each step. Waits for the step before it, or, if wait is set, for this one."""
+        previous = self.last_step
+        self.last_step = self.device_module.Event()
+        self.last_step.record()
+        if previous is not None:
+            previous.synchronize()
+        if wait:
+            self.last_step.synchronize()
+
+    def elapsed_ms(self) -> float:
+        running = 0.0 if self.started is None else time.perf_counter() - self.started
+        return self.before_ms + 1000 * running
+
+    def report(self, step: int) -> str:
+        elapsed_ms = self.elapsed_ms()
+        return f"train_time:{elapsed_ms:.0f}ms step_avg:{elapsed_ms / max(step, 1):.2f}ms"
+
+
+def set_signal_action(action: Any) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
+            signal.signal(signum, action)
+
+
+# ---- Files ----------------------
+WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
+
+
+def copy_tensors(value: Any, device: torch.device | str) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), value)
+
+
+def serialize(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(copy_tensors(obj, "cpu"), buffer)  # a view would be saved with its whole storage
+    return buffer.getvalue()
+
+
+def deserialize(data: bytes, name: str) -> dict[str, Any]:
+    """Decompress if needed, then load. Runs no code from the file. Raises InputError on damage."""
+    try:
+        if not data.startswith(b"PK"):  # as files of torch.save do
+            data = decompress(data)
+        if damaged := zipfile.ZipFile(io.BytesIO(data)).testzip():
+            raise ValueError(f"the checksum of {damaged} is wrong")
+        return decode_values(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    except Exception as error:  # of any type; torch's text goes on with unsafe advice
+        problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+        raise InputError(f"{name} is damaged or not a model file: {problem}") from None
+
+
+def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
+    """Load a state_dict. name: of its file, for the error if names or shapes differ."""
+    try:
+        gpt.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:300]
+        advice = (
+            "use its run's knobs (final_result.json) and script (logs/RUN_ID.txt begins with it)"
+        )
+        raise InputError(f"{name} does not fit: {advice}: {problem}") from None
+
+
+def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
+    """Load the bytes of an artifact, a checkpoint or a state_dict. name: of the file."""
+    weights = deserialize(data, name)
+    if "__quant_format__" in weights:
+        weights = dequantize_state_dict_int8(weights)
+    elif "optimizers" in weights:
+        weights = weights["model"]
+    load_model(gpt, weights, name)
+
+
+def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
+    """Write a temporary file and rename it. If that fails, log a warning and return False."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # a power cut must not leave an empty file under the new name
+        os.replace(temporary, path)
+        return True
+    except OSError as error:
+        log(f"WARNING: {path} cannot be written: {error.strerror}")
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # leave the space to smaller files
+        return False
+
+
+def move_older_files(hp: Hyperparameters, log: Log) -> None:
+    """Move an older run's files, if any, to previous/, as a set: first of all its score."""
+    paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
+    has_model = any(path.is_file() for path in paths[1:])  # else only a score; its model moved
+    try:
+        for path in paths:
+            kept = path.parent / "previous" / path.name
+            if path.is_file():
+                os.renames(path, kept)
+            elif has_model:
+                kept.unlink(missing_ok=True)
+    except OSError as error:
+        log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
+
+
+def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
+    """Write facts and knobs. A number that is not finite is null: NaN is not JSON."""
+    facts |= {
+        "model_params": sum(param.numel() for param in state.gpt.parameters()),
+        "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
+        "torch": torch.__version__, "device": str(state.runtime.device),
+        "world_size": state.runtime.world_size, "knobs": asdict(state.hp),
+        "run_seconds": time.perf_counter() - state.runtime.started,
+    }  # fmt: skip
+    data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
+    return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
+
+
+def write_model(
+    state: TrainingState,
+) -> tuple[bytes, str, float, dict[str, int], dict[str, bool]]:
+    """Write weights and artifact. Returns what export does, checksums, files it wrote."""
+    hp, log = state.hp, state.runtime.log
+    move_older_files(hp, log)  # again: another run may have ended since the first step
+    weights = serialize(state.gpt.state_dict())
+    checksums = {WEIGHTS: binascii.crc32(weights)}
+    write_result(state, {"crc32": checksums})  # first: a file it does not match is another run's
+    files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
+    artifact, report, gptq_ms = export(state.gpt, hp, state.runtime)
+    checksums[ARTIFACT] = binascii.crc32(artifact)
+    write_result(state, {"crc32": checksums, "gptq_ms": gptq_ms})
+    files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
+    return artifact, report, gptq_ms, checksums, files
+
+
+# ---- Checkpoints ----------------
+# Not the checkpoint's:
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps", "weight_decay")
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
     """Restore a saved state_dict, except OPTIMIZER_KNOBS. keep_dtypes: undo torch's cast."""
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
@@ -1950,75 +2394,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bo
         for i, values in saved["state"].items():
             state = optimizer.state[params[i]]
             state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
-
-
-class TrainingState:
-    """All that a step reads or changes. An average of the weights, for example, belongs here."""
-
-    def __init__(self, hp: Hyperparameters, runtime: Runtime) -> None:
-        random.seed(hp.seed)
-        np.random.seed(hp.seed)
-        torch.manual_seed(hp.seed)  # CPU and CUDA
-        self.hp = hp
-        self.runtime = runtime
-        place = (runtime.rank, runtime.world_size, runtime.device)
-        self.loader = LOADERS[hp.shuffle](hp.files("train"), *place, hp.vocab_size)
-        self.loader.seed = hp.seed
-        self.gpt = GPT(hp, runtime.dtype).to(runtime.device)
-        self.optimizers = build_optimizers(self.gpt, runtime.compiled)
-        self.model = wrap(self.gpt, runtime.compiled)
-        is_fp16 = runtime.dtype == torch.float16  # small gradients need a scale, else they are 0
-        self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
-        self.stopwatch = Stopwatch(runtime.device)
-        self.step = 0
-        self.train_loss = 0.0  # of the last logged step, the mean of all ranks
-        self.signum = 0  # of the first signal that this rank got; 0: none
-        self.ema: dict[str, Tensor] = {}  # fp32 averages of gpt's parameters
-
-    def update_ema(self) -> None:
-        """Average in the weights of a step. Those of n steps ago count decay**n."""
-        decay = self.hp.ema_decay
-        weights = {name: param.detach().float() for name, param in self.gpt.named_parameters()}
-        if not self.ema:
-            self.ema = {name: weight.clone() for name, weight in weights.items()}
-        share = (1 - decay) / (1 - decay**self.step)
-        torch._foreach_lerp_(list(self.ema.values()), list(weights.values()), share)
-
-    def state_dict(self, device: str = "cpu") -> dict[str, Any]:
-        """Copy everything that a resumed run needs and that warm_up restores."""
-        state = {
-            "step": self.step,
-            "train_ms": self.stopwatch.elapsed_ms(),
-            "knobs": asdict(self.hp),
-            "stream": (self.loader.stream.shard, self.loader.stream.position),
-            "sequence": self.loader.sequence,
-            "shards": [len(shard) for shard in self.loader.stream.shards],
-            "model": self.gpt.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "scaler": self.scaler.state_dict(),
-            "ema": self.ema,
-        }
-        return copy_tensors(state, device)
-
-    def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
-        load_model(self.gpt, saved["model"], name)
-        same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
-        for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
-            load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
-        if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
-            self.scaler.load_state_dict(saved["scaler"])
-        stream = self.loader.stream
-        stream.shard, stream.position = saved["stream"]
-        if stream.shard >= len(stream.shards):
-            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
-        self.step = saved["step"]
-        self.loader.sequence = saved["sequence"]
-        self.ema = copy_tensors(saved["ema"], self.runtime.device) if self.hp.ema_decay > 0 else {}
-        self.stopwatch.reset(saved["train_ms"])
-
-    def request_stop(self, signum: int, frame: Any) -> None:
-        """Signal handler: stop after the current step. Further signals change nothing."""
-        self.signum = self.signum or signum
 
 
 def save_checkpoint(state: TrainingState) -> bool:
@@ -2070,124 +2445,14 @@ def load_checkpoint(state: TrainingState) -> None:
     old = saved["knobs"] | {"train_shards": saved["shards"], "resume": ""}
     new = own["knobs"] | {"train_shards": own["shards"], "resume": ""}
     patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
-    if old.get(patterns, new[patterns]) != new[patterns]:
+    was, now = old.get(patterns, new[patterns]), new[patterns]
+    if any(is_control_tensor(k, was) != is_control_tensor(k, now) for k in own["model"]):
         raise InputError(f"{path} has other {patterns.upper()}: set them")
-    state.load_state_dict(saved, str(path))
     changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
+    state.load_state_dict(saved, str(path))
     log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
 
 
-# ---- Training --------------------
-def train_step(state: TrainingState) -> Tensor:
-    """Take one optimizer step. Returns the mean loss of this rank's tokens."""
-    hp = state.hp
-    grad_accum_steps = hp.batch_slots // state.runtime.world_size
-    total_loss = torch.zeros((), device=state.runtime.device)
-    state.gpt.zero_grad()
-    for micro_step in range(grad_accum_steps):
-        # Each slot has its own seed, so that any number of ranks draws the same dropout.
-        slot = micro_step * state.runtime.world_size + state.runtime.rank
-        torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
-        if dist.is_initialized():
-            # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
-            # only: one exchange a step. It reads this flag in its forward pass.
-            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-        row = hp.train_batch_tokens // hp.batch_slots if hp.whole_documents else state.gpt.context
-        batch = state.loader.next_batch(hp.train_batch_tokens, row, grad_accum_steps)
-        loss = state.model(*batch) * (1 / grad_accum_steps)
-        state.scaler.scale(loss).backward()
-        total_loss += loss.detach()
-    if hp.grad_clip_norm > 0:
-        max_norm = hp.grad_clip_norm * state.scaler.get_scale()  # gradients are still scaled
-        nn.utils.clip_grad_norm_(state.gpt.parameters(), max_norm)
-    for optimizer in state.optimizers:
-        state.scaler.step(optimizer)  # skipped if gradients are not finite, on all ranks alike
-    state.scaler.update()  # lowers the scale after a skipped step, else sometimes raises it
-    return total_loss
-
-
-def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps, which compile the training graphs, then restore the state."""
-    wanted = state.hp.warmup_steps
-    start = state.state_dict()
-    set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
-    # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
-    num_steps = max(wanted, int(dist.is_initialized()))
-    for step in range(1, num_steps + 1):
-        state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
-        # The warm-up visits all stages, so that the training compiles nothing.
-        set_stage(state.gpt, (step - 1) / max(num_steps - 1, 1))
-        train_step(state)
-        for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
-            if param.requires_grad and param.grad is None:
-                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
-        if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
-            state.runtime.log(f"warmup_step:{step}/{wanted}")
-    state.load_state_dict(start)
-
-
-def validate(state: TrainingState, validation: Validation) -> float:
-    """Pause the clock, log the validation loss and return it."""
-    hp = state.hp
-    state.stopwatch.pause()
-    losses = evaluate(state.model, validation.tokens, hp.train_seq_len, hp, state.runtime)
-    loss = mean_loss(losses, state.runtime)
-    score, times = validation.format(loss), state.stopwatch.report(state.step)
-    state.runtime.log(f"step:{state.step}/{hp.iterations} {score} {times}")
-    return loss
-
-
-def set_signal_action(action: Any) -> None:
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
-            signal.signal(signum, action)
-
-
-def log_step(state: TrainingState, rank_loss: Tensor) -> None:
-    """Log a step that is due. Show the step and the time left on a terminal."""
-    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
-    name = f"step:{state.step}/{hp.iterations}"
-    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
-        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
-    elapsed_ms = stopwatch.elapsed_ms()
-    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
-    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
-    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
-
-
-def train(state: TrainingState, validation: Validation) -> int:
-    """Train up to a limit or a signal. Returns the signal's number; 0: none."""
-    hp, gather = state.hp, state.runtime.gather
-    set_signal_action(state.request_stop)
-    while True:  # all exits are at the top, where all ranks agree
-        clocks, signums = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
-        elapsed_ms, signum = clocks[0], max(signums)  # one clock, so that all learning rates agree
-        set_stage(state.gpt, progress(hp, state.step, elapsed_ms))
-        if state.step >= hp.iterations or 0 < 1000 * hp.max_wallclock_seconds <= elapsed_ms:
-            state.stopwatch.pause()
-            return 0  # a finished run is exported, whatever its loss
-        if not math.isfinite(state.train_loss):
-            advice = "check the model and DTYPE" if state.step == 1 else "set lower learning rates"
-            raise InputError(f"train_loss is {state.train_loss}: {advice}")
-        if signum > 0:
-            return signum
-        if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
-            validate(state, validation)
-        state.stopwatch.start()
-        factor = max(lr_factor(hp, state.step, elapsed_ms), hp.min_lr)
-        set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
-        rank_loss = train_step(state)
-        state.stopwatch.lap()
-        state.step += 1
-        if hp.ema_decay > 0:
-            state.update_ema()
-        log_step(state, rank_loss)
-        if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
-            save_checkpoint(state)
-
-
-# ---- End of a run ----------------
 def stop(state: TrainingState, signum: int) -> int:
     """Save a checkpoint after a signal. Returns the exit code."""
     command = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
@@ -2196,127 +2461,7 @@ def stop(state: TrainingState, signum: int) -> int:
     return 128 + signum
 
 
-def log_warnings(validation: Validation, runtime: Runtime) -> None:
-    """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
-    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
-    for name in sorted(os.environ.keys() - {*knobs}):
-        for knob in difflib.get_close_matches(name.upper(), knobs, n=1, cutoff=0.85):
-            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
-    if not validation.is_tokenizer_right:
-        runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
-    if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
-        runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
-
-
-def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
-    """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
-    log_warnings(validation, runtime)
-    stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
-    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}")
-    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
-
-
-def move_older_files(hp: Hyperparameters, log: Log) -> None:
-    """Move an older run's files, if any, to previous/, as a set: first of all its score."""
-    paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
-    has_model = any(path.is_file() for path in paths[1:])  # else only a score; its model moved
-    try:
-        for path in paths:
-            kept = path.parent / "previous" / path.name
-            if path.is_file():
-                os.renames(path, kept)
-            elif has_model:
-                kept.unlink(missing_ok=True)
-    except OSError as error:
-        log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
-
-
-def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
-    """Write facts and knobs. A number that is not finite is null: NaN is not JSON."""
-    facts |= {
-        "model_params": sum(param.numel() for param in state.gpt.parameters()),
-        "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
-        "torch": torch.__version__, "device": str(state.runtime.device),
-        "world_size": state.runtime.world_size, "knobs": asdict(state.hp),
-        "run_seconds": time.perf_counter() - state.runtime.started, "gptq_ms": state.gpt.gptq_ms,
-    }  # fmt: skip
-    data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
-    return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
-
-
-def write_model(state: TrainingState) -> tuple[bytes, str, dict[str, int], dict[str, bool]]:
-    """Write weights and artifact. Returns artifact, report, checksums, files it wrote."""
-    hp, log = state.hp, state.runtime.log
-    move_older_files(hp, log)  # of another run, at the same time
-    weights = serialize(state.gpt.state_dict())
-    checksums = {WEIGHTS: zipfile.crc32(weights)}
-    write_result(state, {"crc32": checksums})
-    files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
-    artifact, report = export(state.gpt, hp, state.runtime)
-    checksums[ARTIFACT] = zipfile.crc32(artifact)
-    write_result(state, {"crc32": checksums})
-    files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
-    return artifact, report, checksums, files
-
-
-def finish(state: TrainingState, validation: Validation) -> int:
-    """Write the model, then validate it and score its artifact. Returns the exit code."""
-    hp, runtime = state.hp, state.runtime
-    if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
-        save_checkpoint(state)
-    state.gpt.load_state_dict(state.gpt.state_dict() | state.ema)
-    artifact, report, checksums, files = runtime.from_rank_0(lambda: write_model(state))
-    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
-    if state.signum:
-        runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
-        signal.raise_signal(state.signum)
-    pre_quant_loss = validate(state, validation)
-    train_ms = state.stopwatch.elapsed_ms()
-    if state.step < hp.iterations:
-        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
-        runtime.log(f"stopping_early: wallclock_cap {end}")
-    if runtime.world_size > 1:
-        own = zipfile.crc32(serialize(state.gpt.state_dict()))
-        same = all(runtime.gather(own == checksums[WEIGHTS]))
-        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
-    if runtime.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
-    runtime.log(report)
-    load_weights(state.gpt, artifact, "the exported artifact")
-    started = time.perf_counter()
-    loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
-    eval_ms = 1000 * (time.perf_counter() - started)
-    facts = {
-        "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
-        "pre_quant_val_loss": pre_quant_loss,
-        "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
-        "steps": state.step, "train_ms": train_ms,
-        "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
-        "crc32": checksums,
-    }  # fmt: skip
-    files[RESULT] = runtime.from_rank_0(lambda: write_result(state, facts))
-    written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
-    runtime.log(f"files: {shlex.join(written)}")
-    log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
-    return int(not all(files.values()) or not math.isfinite(loss))
-
-
-# ---- main ------------------------
-def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
-    """Build the demo's data, unless they exist or other paths are set."""
-    demo_paths = (DEMO["DATA_PATH"], DEMO["TOKENIZER_PATH"])
-    if hp.preset != "demo" or (hp.data_path, hp.tokenizer_path) != demo_paths:
-        return
-    builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
-    builder = next(filter(Path.is_file, builders), builders[0])
-    command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise InputError(f"PRESET=demo: {result.stderr.strip()}")
-    runtime.log(result.stdout.rstrip())
-
-
+# ---- Log lines ------------------
 def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     hp = gpt.hp
     cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
@@ -2345,22 +2490,67 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     log_warnings(validation, runtime)
 
 
-def run() -> int:
-    hp = Hyperparameters.from_env(os.environ)
-    runtime = open_runtime(hp)
-    prepare_demo(hp, runtime)
-    compare_ranks(hp, runtime)
-    state = TrainingState(hp, runtime)
-    validation = Validation(hp)
-    log_settings(state.gpt, validation, runtime)
-    load_checkpoint(state)
-    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
-    warm_up(state)
-    runtime.from_rank_0(lambda: move_older_files(hp, runtime.log))
-    signum = train(state, validation)
-    if signum > 0:
-        return stop(state, signum)
-    return finish(state, validation)
+def log_warnings(validation: Validation, runtime: Runtime) -> None:
+    """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
+    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
+    usual_names = {
+        "LR": "MATRIX_LR",
+        "LEARNING_RATE": "MATRIX_LR",
+        "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
+    }
+    usual_names |= {"STEPS": "ITERATIONS", "MAX_STEPS": "ITERATIONS", "EPOCHS": "ITERATIONS"}
+    for name in sorted(os.environ.keys() - {*knobs}):
+        text = usual_names.get(name.upper(), name.upper())
+        for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):
+            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+    if not validation.is_tokenizer_right:
+        runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
+    if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
+        runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
+
+
+def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
+    """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
+    log_warnings(validation, runtime)
+    stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
+    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}")
+    runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
+
+
+def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
+    """Check that nine tenths of the first 100 documents survive decoding and re-encoding."""
+    tokens = tokens[tokens != tokenizer.eos_id()]  # other tools end documents with it
+    starts = np.flatnonzero(tokens == tokenizer.bos_id())[:101]
+    documents = [document[1:2001].tolist() for document in np.split(tokens, starts)[1:101]]
+    same = []
+    for i, ids in enumerate(documents):
+        if tokenizer.unk_id() not in ids:  # <unk> lost its text
+            is_cut = len(ids) == 2000 or i == len(starts) - 1
+            kept = len(ids) // 2 if is_cut else len(ids)  # a cut may change the tokens before it
+            same.append(tokenizer.encode(tokenizer.decode(ids))[:kept] == ids[:kept])
+    return len(starts) > 0 and 10 * sum(same) >= 9 * len(same)
+
+
+# ---- main -----------------------
+WAYS_TO_DATA = """\
+  get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
+  or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
+  or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata
+  for a record:    see tests/records/README.md"""
+
+
+def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Build the demo's data, unless they exist or other paths are set."""
+    demo_paths = (DEMO["DATA_PATH"], DEMO["TOKENIZER_PATH"])
+    if hp.preset != "demo" or (hp.data_path, hp.tokenizer_path) != demo_paths:
+        return
+    builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
+    builder = next(filter(Path.is_file, builders), builders[0])
+    command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise InputError(f"PRESET=demo: {result.stderr.strip()}")
+    runtime.log(result.stdout.rstrip())
 
 
 def leave(job: Callable[[], int]) -> NoReturn:

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 import anytime
 import ledger
 from jobs import Machine, Run, Side, show, train
+from logs import script_of_log
 from trained import OWN, RECORD, SCRIPT, existing_file, files, load_script, unknown_knobs
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
@@ -52,11 +53,16 @@ def git(script: Path, *words: str) -> bytes:
     return subprocess.run(command, shell=True, capture_output=True, env=environ).stdout
 
 
+def read_script(path: Path) -> bytes:
+    """Read a script, or take it out of the log of a run."""
+    return path.read_bytes() if path.suffix == ".py" else script_of_log(path)
+
+
 def read_sources(args: Namespace) -> list[bytes]:
     """Return the scripts of the baseline and of the candidate."""
-    sources = [args.script.read_bytes()] * 2
+    sources = [read_script(args.script)] * 2
     if args.base:
-        sources[0] = args.base.read_bytes()
+        sources[0] = read_script(args.base)
     elif not args.set:
         sources[0] = git(args.script, "show", f"HEAD:./{args.script.resolve().name}")
     if not sources[0]:
@@ -86,13 +92,10 @@ def check_knobs(names: list[str], known: list[str]) -> None:
 
 def check_imports(source: bytes, path: Path) -> None:
     """Raise ValueError if a script imports a module from its folder, which the copy would lack."""
-    names = set()
-    for node in ast.walk(ast.parse(source, str(path))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
-    for name in sorted(names):
+    nodes = [*ast.walk(ast.parse(source, str(path)))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    for name in sorted({name.split(".")[0] for name in names} - {""}):
         spec = PathFinder.find_spec(name, [str(path.resolve().parent)])
         if spec and spec.origin:
             advice = "put it into the script, as experiment.py compares scripts alone"
@@ -260,8 +263,8 @@ class Experiment:
             return
         own = [(row["baseline"], row["candidate"]) == sides for row in claims]
         k = 1 + sum(a and not b for a, b in zip(stand, own, strict=True))
-        needed = f"to stand among {len(claims)} changes, it needs {len(claims) / (0.1 * k):.3g}"
-        show(f"evidence of all seeds so far: {self.row['evidence']}; {needed}\n")
+        needed = f"to stand among the changes tried, it needs {len(claims) / (0.1 * k):.3g}"
+        show(f"evidence of all its seeds: {self.row['evidence']}; {needed}\n")
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
         seeds = ledger.fresh_seeds(max(4, len(self.gains)), stored)
         command = f"{self.args.command} --seeds {' '.join(map(str, seeds))}"
@@ -404,7 +407,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped: the same command continues from here", file=sys.stderr)
         return 130
-    except SyntaxError as error:  # it names the copy of the script, and the line
+    except SyntaxError as error:  # it names the script and the line
         print(f"experiment.py: {error}: name a train_gpt.py without errors", file=sys.stderr)
     except (ValueError, OSError, SystemExit) as error:
         print(f"experiment.py: {error}", file=sys.stderr)

@@ -31,7 +31,7 @@ from files import start_program  # noqa: E402
 def existing_file(name: str) -> Path:
     """Convert an argument of the command line to a Path. argparse shows the error."""
     if Path(name).is_dir():
-        raise ArgumentTypeError(f"{name!r} is a folder: name files in it")
+        raise ArgumentTypeError(f"{name!r} is a folder: name a file in it")
     if not Path(name).is_file():
         raise ArgumentTypeError(f"{name!r} is not a file")
     return Path(name)
