@@ -50,10 +50,12 @@ def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(copied,
     """The training time continues, too."""
     finished(run_here(copied / "whole", {**long_knobs, "CHECKPOINT_EVERY": "7"}))
     environ = {**long_knobs, "RESUME": "auto", "CHECKPOINT_EVERY": "0", "TRAIN_LOG_EVERY": "1"}
+    # Other patterns for Adam's parameters, which select the same.
+    environ["CONTROL_TENSOR_NAME_PATTERNS"] = "_scale,resid_mix,q_gain,skip_w"
     lines = finished(run_here(copied, environ))
     begin, _, changes = resume_line(lines).partition(" changed:")
     assert begin == f"resume:{CHECKPOINT} step:14"
-    assert set(changes.split()) == {"TRAIN_LOG_EVERY:200->1", "CHECKPOINT_EVERY:7->0"}
+    assert {"TRAIN_LOG_EVERY:200->1", "CHECKPOINT_EVERY:7->0"} < set(changes.split())
     steps = [line.split()[0] for line in lines if "train_loss" in line]
     assert steps == [f"step:{step}/20" for step in range(15, 21)]
     assert same_models(copied, copied / "whole")

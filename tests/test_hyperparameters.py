@@ -1,6 +1,7 @@
 """Hyperparameters: defaults, conversion, presets, errors."""
 
 import dataclasses
+import importlib.util
 import inspect
 import re
 
@@ -41,6 +42,14 @@ def test_defaults_are_the_contracts():
     assert all(type(value) is type(DEFAULTS[name]) for name, value in found.items())
     assert re.fullmatch(r"\d{6}-\d{6}-[0-9a-f]{4}", run_id)  # year to second, and at random
     assert run_id != Hyperparameters().run_id
+
+
+def test_a_script_loads_as_a_module_that_nobody_knows():
+    """dataclass would look for the names of quoted annotations in sys.modules."""
+    spec = importlib.util.spec_from_file_location("unknown", inspect.getsourcefile(Hyperparameters))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.Hyperparameters.from_env({"SEED": "2"}).seed == 2
 
 
 def test_every_type_is_converted():
@@ -121,8 +130,11 @@ def test_the_environment_overrides_the_preset():
 
 def test_a_misspelled_knob_is_named_and_the_variables_of_a_usual_machine_are_not(tmp_path, knobs):
     usual = ("OMP_NUM_THREADS", "TORCH_LOGS", "TMPDIR", "LOCAL_WORLD_SIZE")  # the most similar ones
-    environ = {**knobs, **dict.fromkeys((*usual, "NUM_LAYER", "iterations"), "")}
+    environ = {**knobs, **dict.fromkeys((*usual, "NUM_LAYER", "iterations", "LR", "STEPS"), "")}
     log = finished(run_here(tmp_path, {**environ, "ITERATIONS": "0"}))
     named = [line for line in log if line.startswith("unknown_knob:")]
-    assert len(named) == 4 and log[-4:-2] == named[:2] == named[2:]  # again at the end
-    assert "NUM_LAYERS" in named[0] and "ITERATIONS" in named[1]
+    assert len(named) == 8 and log[-6:-2] == named[:4] == named[4:]  # again at the end
+    for line, knob in zip(
+        named, ("MATRIX_LR", "NUM_LAYERS", "ITERATIONS", "ITERATIONS"), strict=False
+    ):
+        assert line.endswith(f"did you mean {knob}?")

@@ -3,10 +3,13 @@
 import contextlib
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +111,28 @@ def test_threads_leave_a_core_to_other_programs(monkeypatch, omp, threads, wante
     assert chosen == wanted
 
 
+FAULTS = """
+import os, resource, train_gpt
+hp = train_gpt.Hyperparameters.from_env(os.environ)
+state = train_gpt.TrainingState(hp, train_gpt.open_runtime(hp))
+for step in range(6):
+    if step == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    train_gpt.train_step(state)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 3)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_a_step_reuses_the_memory_of_the_step_before(tmp_path, knobs):
+    """The demo's shapes: without mallopt, each step faults in 20,000 pages."""
+    demo = {k: v for k, v in train_gpt.DEMO.items() if not k.endswith("_PATH")}
+    environ = runs.process_environ({**knobs, **demo})
+    settings = {"cwd": SCRIPT.parent, "env": environ, "capture_output": True, "text": True}
+    result = subprocess.run([sys.executable, "-c", FAULTS], **settings)
+    assert int(result.stdout) < 2000, result.stderr
+
+
 def test_a_log_file_that_cannot_be_opened_is_an_error_of_all_ranks(tmp_path, knobs):
     """All ranks fail at once, without waiting for rank 0."""
     for rank in run_ranks(tmp_path, {**knobs, "OUTPUT_DIR": "/dev/null"}, 2):
@@ -180,6 +205,40 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     assert lines[-2].endswith(" eval_time:100000ms")
     result = json.loads((tmp_path / "final_result.json").read_text())
     assert (result["train_ms"], result["eval_ms"]) == (1000, 100_000)
+
+
+@pytest.mark.parametrize("cap", ["1.201", "1.25", "1.299", "1.3"])
+def test_a_run_ends_within_a_step_of_the_cap_on_a_late_device(tmp_path, knobs, monkeypatch, cap):
+    """A step takes 10 ms of the host and 100 ms of the device, which starts it after the one before
+    has ended. The host never waits for the current step, except near the cap."""
+    now, done, waits = 0.0, 0.0, 0
+
+    def train_step(state: train_gpt.TrainingState, take: Callable = train_gpt.train_step):
+        nonlocal now, done
+        now += 0.01
+        done = max(done, now) + 0.1
+        return take(state)
+
+    def wait(end: float) -> None:
+        nonlocal now, waits
+        waits += end == done
+        now = max(now, end)
+
+    def event() -> SimpleNamespace:
+        mark = SimpleNamespace(record=lambda: setattr(mark, "end", done))
+        mark.synchronize = lambda: wait(mark.end)
+        return mark
+
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch.cpu, "Event", event)
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: wait(done))
+    environ = {**knobs, "MAX_WALLCLOCK_SECONDS": cap, "ITERATIONS": "99", "TRAIN_LOG_EVERY": "0"}
+    log = finished(run_here(tmp_path, {**environ, "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0"}))
+    (line,) = [line for line in log if line.startswith("stopping_early")]
+    elapsed_ms, steps = map(int, re.search(r":(\d+)ms step:(\d+)/", line).groups())
+    assert 0 <= elapsed_ms - 1000 * float(cap) < 100
+    assert waits < steps / 2
 
 
 def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset, knobs):

@@ -3,6 +3,7 @@ run against the plain model and optimizers."""
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 
@@ -196,6 +197,23 @@ def test_a_run_is_the_plain_training(tmp_path, knobs, tied, layers, kv_heads):
     for name, tensor in model.state_dict().items():
         change = (tensor - initial[name]).norm()
         assert (trained[name] - tensor).norm() <= 1e-2 * change, name
+
+
+def test_an_infinite_fp16_gradient_of_one_optimizer_stops_both(hp):
+    """tok_emb is Adam's, c_q Muon's. In the 17th step, the scale falls below 1."""
+    state = TrainingState(hp, dataclasses.replace(ALONE, dtype=torch.float16))
+    for name in ("tok_emb.weight", "blocks.0.attn.c_q.weight"):
+        before = {key: value.clone() for key, value in state.gpt.state_dict().items()}
+        hook = state.gpt.get_parameter(name).register_hook(lambda grad: grad * math.inf)
+        train_step(state)
+        hook.remove()
+        torch.testing.assert_close(state.gpt.state_dict(), before, rtol=0, atol=0)
+    assert state.skipped_steps == 2
+    state.gpt.skip_weights.register_hook(lambda grad: grad * math.nan)
+    with pytest.raises(train_gpt.InputError, match="^17 steps in a row .*DTYPE=fp32"):
+        for _ in range(15):
+            train_step(state)
+    assert state.skipped_steps == 17
 
 
 def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
