@@ -5,7 +5,7 @@ import os
 import forecast
 import pack
 import pytest
-from runs import ROOT, SCRIPT
+from runs import ROOT, SCRIPT, run_here
 
 
 def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, monkeypatch, capsys):
@@ -28,10 +28,10 @@ def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, mon
 
 
 @pytest.mark.parametrize("std", ["-1", "nan", "inf", "1e9", "x"])
-def test_a_deviation_that_no_weights_have_is_an_error(capsys, std):
-    with pytest.raises(SystemExit, match="^2$"):
-        forecast.main(["--std", std])
-    assert f"--std: '{std}' is not a number >= 0 and <= 1000\n" in capsys.readouterr().err
+def test_a_deviation_that_no_weights_have_is_an_error(tmp_path, std):
+    result = run_here(tmp_path, {}, forecast, ["--std", std])
+    assert result.returncode == 2
+    assert f"--std: '{std}' is not a number >= 0 and <= 1000\n" in result.stderr
 
 
 @pytest.mark.baseline
