@@ -25,13 +25,10 @@ def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, mon
     text = SCRIPT.read_text().replace("= 16_000_000", "= 1000")
     script.write_text(text, encoding="utf-8-sig")  # with a byte order mark
     sizes_of(script, "0.3", code=1)
-
-
-@pytest.mark.parametrize("std", ["-1", "nan", "inf", "1e9", "x"])
-def test_a_deviation_that_no_weights_have_is_an_error(tmp_path, std):
-    result = run_here(tmp_path, {}, forecast, ["--std", std])
-    assert result.returncode == 2
-    assert f"--std: '{std}' is not a number >= 0 and <= 1000\n" in result.stderr
+    for std in ("-1", "nan", "inf", "1e9", "x"):
+        result = run_here(tmp_path, {}, forecast, ["--std", std])
+        assert f"--std: '{std}' is not a number >= 0 and <= 1000\n" in result.stderr
+        assert result.returncode == 2
 
 
 @pytest.mark.baseline
