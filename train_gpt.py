@@ -217,7 +217,7 @@ class CausalSelfAttention(nn.Module):
         q = self.c_q(x).view(B, T, self.num_heads, -1)
         k = self.c_k(x).view(B, T, self.num_kv_heads, -1)
         v = self.c_v(x).view(B, T, self.num_kv_heads, -1)
-        # A score of normed q and k is at most sqrt(h), however large the weights. q_gain raises it.
+        # A score of normed q and k is at most sqrt(h), for any weights. q_gain lets a head sharpen.
         q = apply_rotary(rms_norm(q), cos, sin)
         k = apply_rotary(rms_norm(k), cos, sin)
         q = q * self.q_gain.to(x.dtype)[:, None]
@@ -280,8 +280,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Set the weights, rounded to bf16 as the baseline's, which starts in bf16; set dtypes."""
-        # Each block starts as the identity. With a tied output, step 1 changes no other matrix.
+        """Set weights and dtypes. The baseline builds its model in bf16: round weights to that."""
+        # Each block starts as the identity. With a tied output, step 1 changes these alone.
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.proj.weight.zero_()
@@ -312,13 +312,13 @@ class GPT(nn.Module):
         for block in self.blocks[: self.num_encoder_layers]:
             x = block(x, x0, cos, sin)
             skips.append(x)
-        # Late layers read early features. The first skip is x, so it doubles x, as in the baseline.
+        # Late layers read early features. The first skip is x itself, so it doubles x.
         for row, block in enumerate(self.blocks[self.num_encoder_layers :]):
             if skips:  # an odd L leaves the last layer without a mirror
                 x = self.add_skip(x, skips.pop(), row)
             x = block(x, x0, cos, sin)
         logits = self.output(rms_norm(x).flatten(0, 1))
-        # The identity near 0. Beyond the cap the gradient fades, so that confidence stays finite.
+        # The identity near 0. Beyond the cap the gradient fades, so logits cannot grow without end.
         return (self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()
 
     def add_skip(self, x: Tensor, skip: Tensor, row: int) -> Tensor:
@@ -336,7 +336,7 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Bring the singular values of each wide matrix in stack (n, rows, columns) close to 1."""
     # Steep at 0 instead of exact: five steps bring singular values of 0.003 to 1 into 0.68 to 1.21.
     a, b, c = 3.4445, -4.7750, 2.0315
-    # The Frobenius norm bounds singular values: above 1.26 they would diverge. 1e-7 keeps 0 at 0.
+    # The Frobenius norm bounds the singular values: above 1.26 they would diverge. 1e-7: 0 stays 0.
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT  # rows x rows: wide matrices have the smaller one
@@ -1313,7 +1313,7 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
     try:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]
+        problem = " ".join(str(error).split())[:300].rstrip(" ,")
         advice = (
             "use its run's knobs (final_result.json) and script (logs/RUN_ID.txt begins with it)"
         )

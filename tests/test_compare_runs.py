@@ -99,7 +99,7 @@ def test_the_script_of_the_last_start_comes_back_byte_for_byte(tmp_path):
     script = f'"""Doc.{header}{START}"""\nx: int = 1\n\nclass InputError(ValueError): ...'
     log = tmp_path / "log.txt"
     for text in (script, script + "\n\n", script.replace("\n", "\r\n"), f"\ufeff{script}"):
-        for earlier in ("", f"y = 1\n{header}logs/a.txt\nnot Python\nwarmup_step:1/3\n"):
+        for earlier in ("", f"y = 1\n{header}logs/a.txt\na line of text\nwarmup_step:1/3\n"):
             log.write_bytes((earlier + text + header + START).encode())
             assert script_of_log(log) == text.encode(), (text, earlier)
     log.write_text(START)

@@ -1,15 +1,23 @@
-"""The commands and edits of EXERCISES.md, on small models and small shards."""
+"""The commands and edits of EXERCISES.md, on small models and small shards; code of other pages."""
 
+import dataclasses
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import train_record
 from edits import EXERCISES
-from runs import ROOT, SCRIPT, process_environ
+from runs import ALONE, ROOT, SCRIPT, process_environ, run_ranks
+from scripts import RECORDS
+
+import train_gpt
+from train_gpt import Hyperparameters, TrainingState
 
 PAGE = (ROOT / "tests/EXERCISES.md").read_text(encoding="utf-8")
 COMMAND = r"(for|git|python|torchrun|[A-Z_]+=\S+) "
@@ -71,3 +79,50 @@ def test_the_commands_run(tmp_path, knobs, number):
             expected = {0, 1} if MAY_SAY_NO in line else {int(is_fault)}
             assert result.returncode in expected, (line, result.stdout, result.stderr)
             assert "Traceback" not in result.stderr
+
+
+# ---- other pages ---------------------------------------------------------------------------------
+def take_the_steps_of_readme() -> None:
+    """Take two steps with the code that README.md shows for one, then write the gradients."""
+    hp = Hyperparameters.from_env(os.environ)
+    state = TrainingState(hp, train_gpt.open_runtime(hp))
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"(?m)^    gpt\.zero_grad\(\)\n(?:    .*\n)+", page)
+    adam, muon = state.optimizers
+    names = {"gpt": state.gpt, "model": state.model, "loader": state.loader, "adam": adam}
+    names |= {"muon": muon, "tokens": hp.train_batch_tokens, "seq_len": hp.train_seq_len}
+    names["grad_accum_steps"] = hp.batch_slots // state.runtime.world_size
+    for _ in range(2):
+        exec(textwrap.dedent(code), names)
+    gradients = {name: p.grad for name, p in state.gpt.named_parameters()}
+    torch.save(gradients, f"{state.runtime.rank}.pt")
+    train_gpt.leave(lambda: 0)
+
+
+@pytest.mark.baseline
+def test_readmes_loop_is_a_step(tmp_path, knobs):
+    """On two ranks, against train_step on one."""
+    for result in run_ranks(tmp_path, knobs, 2, edit=take_the_steps_of_readme):
+        assert result.returncode == 0, result.stderr
+    state = TrainingState(Hyperparameters.from_env(knobs), ALONE)
+    for _ in range(2):
+        train_gpt.train_step(state)
+    found = torch.load(tmp_path / "1.pt", weights_only=True)
+    for name, p in state.gpt.named_parameters():
+        assert (found[name] - p.grad).norm() <= 1e-3 * p.grad.norm(), name
+
+
+@pytest.mark.baseline
+@pytest.mark.parametrize("preset", RECORDS)
+def test_a_record_made_small_keeps_its_techniques(preset):
+    """small.sh sets knobs of the script, and switches no technique off."""
+    command = ["env", "-i", "bash", "-c", ". tests/records/small.sh && env"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    small = dict(line.split("=", 1) for line in output.splitlines())
+    knobs = {field.name.upper() for field in dataclasses.fields(train_record.Hyperparameters)}
+    assert {*small} - knobs <= {"PWD", "SHLVL", "_"}
+    hp = train_record.Hyperparameters.from_env({**small, "PRESET": preset})
+    plain = {field.name.upper() for field in dataclasses.fields(Hyperparameters)}
+    for name in {*train_record.PRESETS[preset]} - plain:
+        is_on = train_record.PRESETS[preset][name] != "0"
+        assert bool(getattr(hp, name.lower())) == is_on, name

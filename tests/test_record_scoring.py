@@ -14,7 +14,7 @@ import torch
 import train_record
 from runs import ALONE, run_ranks, scores
 from scripts import random_model, read
-from texts import write_shard
+from texts import train_tokenizer, write_shard
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from train_record import GPT, find_hints, lora_ttt
@@ -61,8 +61,8 @@ def split(tokens: Tensor) -> list[Tensor]:
 # ---- Adapters ------------------------------------------------------------------------------------
 def loss_of(gpt: GPT, tokens: Tensor, runtime=ALONE, **changes) -> float:
     """train_record.py's loss. changes: other knobs."""
-    documents = train_record.split_documents(tokens, BOS)
-    losses = lora_ttt(gpt, tokens, documents, replace(gpt.hp, **changes), runtime, None)
+    validation = SimpleNamespace(hp=replace(gpt.hp, **changes), tokens=tokens, bos=BOS)
+    losses = lora_ttt(gpt, validation, None, runtime)
     return train_record.mean_loss(losses, runtime)
 
 
@@ -217,13 +217,12 @@ def test_a_compiled_model_has_the_same_loss(gpt, monkeypatch):
     runtime = replace(ALONE, compiled=True)
     model = train_record.wrap(gpt, True)
     tokens = random_tokens([22] * 6)
-    documents = train_record.split_documents(tokens, BOS)
     train_record.evaluate(model, tokens[: 8 * T + 1], T, gpt.hp, runtime)  # without adapters
     before = counters["stats"]["unique_graphs"]
     phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_documents": 2}
     for knobs, graphs in ({}, 3), (phases, 3 + 4):
-        hp = replace(gpt.hp, **knobs)
-        compiled = lora_ttt(model, tokens, documents, hp, runtime, None).mean().item()
+        validation = SimpleNamespace(hp=replace(gpt.hp, **knobs), tokens=tokens, bos=BOS)
+        compiled = lora_ttt(model, validation, None, runtime).mean().item()
         assert compiled == pytest.approx(loss_of(gpt, tokens, **knobs), abs=1e-5)
         assert counters["stats"]["unique_graphs"] == before + graphs
 
@@ -330,3 +329,18 @@ def test_adapters_learn_from_losses_without_hints(knobs, order, counted):
     hits = [change < 0 for hint, target, change in rows if hint == target]
     misses = [change > 0 for hint, target, change in rows if 0 <= hint != target]
     assert all(hits) and all(misses) and len(hits) > 5 and len(misses) > 5
+
+
+def test_documents_begin_at_the_tokenizers_bos(knobs, tmp_path):
+    """The model itself knows only token 1, so a mask of documents needs a tokenizer that has it."""
+    tokenizer = tmp_path / "other.model"
+    tokenizer.write_bytes(train_tokenizer(bos_id=2, eos_id=1))
+    environ = {**knobs, "TOKENIZER_PATH": str(tokenizer)}
+    from_env = train_record.Hyperparameters.from_env
+    validation = train_record.Validation(from_env(environ))
+    assert (validation.bos, train_record.Validation(from_env(knobs)).bos) == (2, BOS)
+    tokens = torch.tensor([BOS, 5, 2, 6, BOS, 2, 7, 8]).to(torch.uint16)
+    places = train_record.split_documents(tokens, validation.bos)
+    assert sorted(place.start for place in places) == [0, 2, 5]
+    with pytest.raises(train_record.InputError, match="its BOS is not 1: set DOCUMENT_MASK=0"):
+        train_record.Validation(from_env({**environ, "DOCUMENT_MASK": "1"}))

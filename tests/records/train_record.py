@@ -4,14 +4,10 @@
     PRESET=demo XSA_LAYERS=4 python tests/records/train_record.py
     python tests/records/train_record.py --help               all knobs
 
-With no such knob it does, on a CPU bit for bit, what train_gpt.py does. README.md is about the
-techniques.
-
+With no such knob it does what train_gpt.py does, on a CPU bit for bit. README.md explains them.
 A run: read the knobs, start the processes, build data, model and optimizers, warm up, train, then
 write the model, compress it and score what was compressed (`run` and `finish`).
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
-Used before they are defined: a Runtime has this process's rank, device and log;
-its `gather` gives every rank the values of all; a Stopwatch counts training time, without pauses.
 
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
@@ -42,7 +38,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TextIO, get_type_hints
+from typing import Any, NoReturn, TextIO, get_type_hints
 from uuid import uuid4
 
 import numpy as np
@@ -65,6 +61,7 @@ CONTROL_TENSOR_NAME_PATTERNS = (  # the plurals are the baseline's
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
     "skip_weight", "skip_weights", "attn.gate", "lane_scales", "smear_gate",
 )  # fmt: skip
+BOS = 1  # the token that starts a document; Validation compares it with the tokenizer's
 
 
 @dataclass(frozen=True)
@@ -200,13 +197,6 @@ class Hyperparameters:
         stages = [(round(part * self.train_seq_len), min(end, 1.0)) for part, end in numbers]
         return [*stages, (self.train_seq_len, math.inf)]
 
-    def stage_starts(self) -> list[float]:
-        """The progress (see progress) at which each stage of the training begins."""
-        starts = [end for _, end in self.context_stages()]
-        if self.loop_layers > 0:
-            starts.append(self.loop_from)
-        return [0.0, *sorted({start for start in starts if 0 < start < 1})]
-
     def layer_order(self, is_looping: bool) -> list[int]:
         """The order in which a forward pass goes through the layers."""
         layers = list(range(self.num_layers))
@@ -292,9 +282,6 @@ PRESETS = {
 # dtypes: activations, the embedding and Muon's updates are bf16 on a GPU that has it, else fp32.
 # Other weights are fp32, which keeps small updates, and are cast for use. The loss is fp32. With
 # DTYPE=fp16 only activations are fp16: Muon and GradScaler need a wider range of exponents.
-BOS = 1  # the token that starts a document; Validation compares it with the tokenizer's
-
-
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
@@ -339,11 +326,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-class Documents(NamedTuple):
-    """The documents of a batch, for attend_within."""
-
-    bounds: Tensor  # causal mask (B, 1, T, T); for FlashAttention, bounds in the B*T tokens
-    longest: int  # tokens
+# A causal mask (B, 1, T, T) or, for FlashAttention, bounds in the B*T tokens; longest document.
+Documents = tuple[Tensor, int] | None
+Hints = Tensor | None  # for each target a token, or -1
 
 
 def find_documents(input_ids: Tensor, longest: int, is_flash: bool) -> tuple[Documents, Tensor]:
@@ -359,18 +344,18 @@ def find_documents(input_ids: Tensor, longest: int, is_flash: bool) -> tuple[Doc
     docs = (positions == 0).cumsum(dim=1) - 1
     if not is_flash:
         mask = (docs[:, None, :, None] == docs[:, None, None, :]).tril()
-        return Documents(mask, longest), positions
+        return (mask, longest), positions
     numbers = torch.arange(n + (T - 1) // longest, device=docs.device).expand(B, -1).contiguous()
     starts = torch.searchsorted(docs, numbers)  # T if there is none
     starts = starts + T * torch.arange(B, device=docs.device)[:, None]
-    return Documents(F.pad(starts.flatten(), (0, 1), value=B * T).int(), longest), positions
+    return (F.pad(starts.flatten(), (0, 1), value=B * T).int(), longest), positions
 
 
-def attend_within(documents: Documents, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_within(mask: Documents, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Like attend, but a token sees only its own document."""
     T = q.size(1)
-    n = min(T, documents.longest)
-    bounds = documents.bounds
+    bounds, longest = mask
+    n = min(T, longest)
     if bounds.ndim == 1:
         # Private, but torch 2.9 to 2.13 agree on these arguments. varlen_attn changed its own.
         flash = torch.ops.aten._flash_attention_forward
@@ -382,8 +367,7 @@ def attend_within(documents: Documents, q: Tensor, k: Tensor, v: Tensor) -> Tens
 
 
 def exclude_own_value(y: Tensor, v: Tensor) -> Tensor:
-    """Subtract from y (B, T, H, h) its part along the token's own value v (B, T, K, h): exclusive
-    self-attention (XSA, #265)."""
+    """Subtract from y (B, T, H, h) its part along the own value v (B, T, K, h): XSA (#265)."""
     # Broadcasting over the heads of a group is faster than repeating v for each.
     groups = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, h)
     direction = F.normalize(v, dim=-1).unsqueeze(3)
@@ -410,29 +394,25 @@ class CausalSelfAttention(nn.Module):
         if self.gate_max > 0:
             self.gate = nn.Parameter(torch.zeros(hp.num_heads, 12))
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Documents) -> Tensor:
         """Let each position of x (B, T, D) read from itself and from earlier ones: (B, T, D)."""
         B, T, D = x.shape
         q = self.c_q(x).view(B, T, self.num_heads, -1)
         k = self.c_k(x).view(B, T, self.num_kv_heads, -1)
         v = self.c_v(x).view(B, T, self.num_kv_heads, -1)
-        # A score of normed q and k is at most sqrt(h), however large the weights. q_gain raises it.
+        # A score of normed q and k is at most sqrt(h), for any weights. q_gain lets a head sharpen.
         q = apply_rotary(rms_norm(q), cos, sin)
         k = apply_rotary(rms_norm(k), cos, sin)
         q = q * self.q_gain.to(x.dtype)[:, None]
-        y = attend(q, k, v) if documents is None else attend_within(documents, q, k, v)
+        y = attend(q, k, v) if mask is None else attend_within(mask, q, k, v)
         if self.is_exclusive:
             y = exclude_own_value(y, v)
         if self.gate_max > 0:
-            y = y * self.head_gates(x)[..., None]
+            # A gate for each head from the first channels of x: (B, T, H) (#1667; sparse, #1787).
+            logits = F.linear(x[..., : self.gate.size(1)], self.gate.to(x.dtype))
+            gates = self.gate_max * torch.sigmoid(self.gate_scale * logits)
+            y = y * gates[..., None]
         return self.proj(y.reshape(B, T, D))
-
-    def head_gates(self, x: Tensor) -> Tensor:
-        """A gate for each head from the first channels of x: (B, T, H) (#1667; sparse, #1787)."""
-        logits = F.linear(x[..., : self.gate.size(1)], self.gate.to(x.dtype))
-        return self.gate_max * torch.sigmoid(self.gate_scale * logits)
 
 
 class MLP(nn.Module):
@@ -468,13 +448,11 @@ class Block(nn.Module):
         """The residual grows with depth: DEPTH_SCALE gives later layers smaller inputs (#287)."""
         return rms_norm(x) if self.norm_scale == 1 else self.norm_scale * rms_norm(x)
 
-    def forward(
-        self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, mask: Documents) -> Tensor:
         """x, and x0, the normed embedding: (B, T, D)."""
         resid_mix = self.resid_mix.to(x.dtype)
         x = resid_mix[0] * x + resid_mix[1] * x0
-        y = x + self.attn_scale.to(x.dtype) * self.attn(self.norm(x), cos, sin, documents)
+        y = x + self.attn_scale.to(x.dtype) * self.attn(self.norm(x), cos, sin, mask)
         mlp_input = x if self.is_parallel else y
         return y + self.mlp_scale.to(x.dtype) * self.mlp(self.norm(mlp_input))
 
@@ -487,14 +465,12 @@ class TwoLaneBlock(Block):
         # Factors of the lanes, attention and MLP, for each lane.
         self.lane_scales = nn.Parameter(torch.tensor([[1.1] * 2, [1.0] * 2, [1.0] * 2]))
 
-    def forward(
-        self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, mask: Documents) -> Tensor:
         """x: both lanes (2, B, T, D), or a single stream (B, T, D) that becomes both."""
         lanes = x if x.ndim == 4 else x.expand(2, *x.shape)
         resid_mix = self.resid_mix.to(x.dtype)
         attn_input = resid_mix[0] * lanes[0] + resid_mix[1] * x0
-        y = self.attn_scale.to(x.dtype) * self.attn(self.norm(attn_input), cos, sin, documents)
+        y = self.attn_scale.to(x.dtype) * self.attn(self.norm(attn_input), cos, sin, mask)
         z = self.mlp_scale.to(x.dtype) * self.mlp(self.norm(lanes[1]))
         keep, attn, mlp = self.lane_scales.to(x.dtype).view(3, 2, 1, 1, 1)
         return keep * lanes + attn * y + mlp * z
@@ -530,8 +506,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Set the weights, rounded to bf16 as the baseline's, which starts in bf16; set dtypes."""
-        # Each block starts as the identity. With a tied output, step 1 changes no other matrix.
+        """Set weights and dtypes. The baseline builds its model in bf16: round weights to that."""
+        # Each block starts as the identity. With a tied output, step 1 changes these alone.
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.proj.weight.zero_()
@@ -553,14 +529,10 @@ class GPT(nn.Module):
         self.num_encoder_layers = len(self.order) // 2
 
     def forward(
-        self,
-        input_ids: Tensor,
-        target_ids: Tensor,
-        reduction: str = "mean",
-        hint_ids: Tensor | None = None,
+        self, input_ids: Tensor, target_ids: Tensor, reduction: str = "mean", hint_ids: Hints = None
     ) -> Tensor:
         """Mean cross-entropy in nats (fp32) of target_ids (B, T), or with "none" that of each.
-        hint_ids (B, T; -1: no hint) change the latter only."""
+        hint_ids (B, T) change the latter only."""
         logits = self.logits(input_ids)
         losses = F.cross_entropy(logits, target_ids.flatten(), reduction=reduction)
         if hint_ids is not None:
@@ -580,11 +552,11 @@ class GPT(nn.Module):
         x = self.tok_emb(input_ids).to(self.dtype)  # (B, T, D)
         cos, sin = self.rotary.to(self.dtype)  # (longest T, h/2) each
         cos, sin = cos[: x.size(1), None], sin[: x.size(1), None]  # (T, 1, h/2): for all heads
-        documents = None
+        mask = None
         if self.hp.document_mask:
             longest = self.context if self.training else self.hp.train_seq_len
             is_flash = input_ids.device.type == "cuda" and self.dtype == torch.bfloat16
-            documents, positions = find_documents(input_ids, longest, is_flash)
+            mask, positions = find_documents(input_ids, longest, is_flash)
             if input_ids.size(1) > len(cos):  # a row of whole documents
                 cos, sin = cos[positions], sin[positions]
         if self.hp.smear_channels > 0:
@@ -593,19 +565,19 @@ class GPT(nn.Module):
         skips = []
         blocks = [self.blocks[layer] for layer in self.order]
         for block in blocks[: self.num_encoder_layers]:
-            x = block(x, x0, cos, sin, documents)
+            x = block(x, x0, cos, sin, mask)
             skips.append(x)
         # Each skip keeps its row of skip_weights when the loops begin.
         first_row = len(self.skip_weights) - self.num_encoder_layers
-        # Late layers read early features. The first skip is x, so it doubles x, as in the baseline.
+        # Late layers read early features. The first skip is x itself, so it doubles x.
         for row, block in enumerate(blocks[self.num_encoder_layers :], first_row):
             if skips:  # an odd L leaves the last layer without a mirror
                 x = self.add_skip(x, skips.pop(), row, isinstance(block, TwoLaneBlock))
-            x = block(x, x0, cos, sin, documents)
+            x = block(x, x0, cos, sin, mask)
         if x.ndim == 4:
             x = x.mean(dim=0)  # of the two lanes
         logits = self.output(rms_norm(x).flatten(0, 1))
-        # The identity near 0. Beyond the cap the gradient fades, so that confidence stays finite.
+        # The identity near 0. Beyond the cap the gradient fades, so logits cannot grow without end.
         return (self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()
 
     def smear(self, x: Tensor, input_ids: Tensor) -> Tensor:
@@ -643,7 +615,7 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Bring the singular values of each wide matrix in stack (n, rows, columns) close to 1."""
     # Steep at 0 instead of exact: five steps bring singular values of 0.003 to 1 into 0.68 to 1.21.
     a, b, c = 3.4445, -4.7750, 2.0315
-    # The Frobenius norm bounds singular values: above 1.26 they would diverge. 1e-7 keeps 0 at 0.
+    # The Frobenius norm bounds the singular values: above 1.26 they would diverge. 1e-7: 0 stays 0.
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT  # rows x rows: wide matrices have the smaller one
@@ -913,10 +885,9 @@ def shuffle(index: int, n: int, seed: str) -> int:
 
 
 class ShuffledTokenLoader(DistributedTokenLoader):
-    """Gives each rank its part of a step's sequences of T + 1 tokens. Any number of ranks reads the
-    same step. Each epoch has all sequences once, in a new random order (#726, #1394). If T grows
-    (CONTEXT_GROWTH), the epoch goes on in an order of longer sequences, so some of its tokens may
-    come twice and others not at all."""
+    """Gives each rank its part of a step's sequences of T + 1 tokens. Any number of ranks reads one
+    random order (#726, #1394). An epoch has all sequences once, but if T grows within it
+    (CONTEXT_GROWTH), some tokens come twice and others not at all."""
 
     def __init__(self, *place: Any, seed: int) -> None:
         super().__init__(*place)
@@ -932,30 +903,25 @@ class ShuffledTokenLoader(DistributedTokenLoader):
         counts = [max(len(shard) - 1, 0) // seq_len for shard in self.stream.shards]
         if sum(counts) == 0:
             raise InputError(f"no train shard has {seq_len} tokens and a target: use shorter rows")
-        rows = [self.take_sequence(i, seq_len, counts) for i in range(first, first + B)]
+        rows = []
+        for index in range(first, first + B):
+            epoch, index = divmod(index, sum(counts))
+            index = shuffle(index, sum(counts), f"{self.seed} {epoch}")
+            shard = 0
+            while index >= counts[shard]:
+                index -= counts[shard]
+                shard += 1
+            self.stream.shard, self.stream.position = shard, index * seq_len
+            rows.append(self.stream.take(seq_len + 1))
         tokens = upload(torch.stack(rows), self.device).to(torch.int64)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def take_sequence(self, index: int, seq_len: int, counts: list[int]) -> Tensor:
-        """Sequence `index` of the run, uint16 (T + 1,). counts: sequences in each shard."""
-        epoch, index = divmod(index, sum(counts))
-        index = shuffle(index, sum(counts), f"{self.seed} {epoch}")
-        shard = 0
-        while index >= counts[shard]:
-            index -= counts[shard]
-            shard += 1
-        self.stream.shard, self.stream.position = shard, index * seq_len
-        return self.stream.take(seq_len + 1)
 
-
-def open_loader(
-    hp: Hyperparameters, rank: int, world_size: int, device: torch.device, seed: int
-) -> DistributedTokenLoader:
-    """A loader of the train shards. seed: of the order, with SHUFFLE."""
-    place = (hp.files("train"), rank, world_size, device, hp.vocab_size)
+def open_loader(hp: Hyperparameters, *place: Any, seed: int) -> DistributedTokenLoader:
+    """A loader of the train shards. place: rank, world size, device. seed: of SHUFFLE's order."""
     if hp.shuffle:
-        return ShuffledTokenLoader(*place, seed=seed)
-    return DistributedTokenLoader(*place)
+        return ShuffledTokenLoader(hp.files("train"), *place, hp.vocab_size, seed=seed)
+    return DistributedTokenLoader(hp.files("train"), *place, hp.vocab_size)
 
 
 # ---- Training -------------------
@@ -969,7 +935,7 @@ class TrainingState:
         self.hp = hp
         self.runtime = runtime
         place = (runtime.rank, runtime.world_size, runtime.device)
-        self.loader = open_loader(hp, *place, hp.seed)
+        self.loader = open_loader(hp, *place, seed=hp.seed)
         self.gpt = GPT(hp, runtime.dtype).to(runtime.device)
         self.optimizers = build_optimizers(self.gpt, runtime.compiled)
         self.model = wrap(self.gpt, runtime.compiled)
@@ -1107,16 +1073,17 @@ def train(state: TrainingState, validation: "Validation") -> int:
 
 
 def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps to compile, off the clock, at least one for each stage. They train
-    nothing: all is restored."""
+    """Take WARMUP_STEPS steps to compile, off the clock. They train nothing: all is restored."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
     set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
     # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
     num_steps = max(wanted, int(dist.is_initialized()))
-    # The warm-up visits all stages, so that the training compiles nothing.
-    starts = state.hp.stage_starts()
-    num_steps = max(num_steps, len(starts) if wanted > 0 else 0)
+    # Visit each stage (loops, lengths of the context), so that the training compiles nothing.
+    changes = [end for _, end in state.hp.context_stages()]
+    changes += [state.hp.loop_from] if state.hp.loop_layers > 0 else []
+    starts = [0.0, *sorted({change for change in changes if 0 < change < 1})]
+    num_steps = max(num_steps, len(starts)) if wanted > 0 else num_steps
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
         set_stage(state.gpt, starts[(step - 1) * len(starts) // num_steps])
@@ -1188,7 +1155,7 @@ def evaluate(
     stride: int,
     hp: Hyperparameters,
     runtime: "Runtime",
-    hints: Tensor | None = None,
+    hints: Hints = None,
 ) -> Tensor:
     """Losses of tokens[1:] in nats, fp32 (n,), in windows `stride` apart; 0 if of other ranks."""
     T = hp.train_seq_len
@@ -1237,10 +1204,9 @@ def validate(state: TrainingState, validation: Validation) -> float:
 def final_losses(model: nn.Module, validation: Validation, runtime: "Runtime") -> Tensor:
     """Losses of the final score, as evaluate returns them. Test-time training belongs here."""
     hp, tokens = validation.hp, validation.tokens
-    documents = split_documents(tokens, validation.bos) if hp.lora_rank > 0 else []
-    hints = ngram_hints(tokens, documents, hp, runtime) if hp.tilt_boost > 0 else None
+    hints = ngram_hints(validation, runtime) if hp.tilt_boost > 0 else None
     if hp.lora_rank > 0:
-        return lora_ttt(model, tokens, documents, hp, runtime, hints)
+        return lora_ttt(model, validation, hints, runtime)
     stride = hp.eval_stride if hp.eval_stride > 0 else hp.train_seq_len
     return evaluate(model, tokens, stride, hp, runtime, hints)
 
@@ -1276,8 +1242,7 @@ LORA_SHORT_CHUNKS = ((256, 8), (2000, 24))  # targets of a group's longest docum
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer and, for each of n documents, a low-rank adapter B @ A that is added to
-    its weight (Hu et al., 2021)."""
+    """A frozen linear layer and n low-rank adapters B @ A, one per document (Hu et al., 2021)."""
 
     def __init__(
         self, linear: CastedLinear, n: int, hp: Hyperparameters, generator: torch.Generator
@@ -1313,17 +1278,12 @@ def add_lora(gpt: GPT, n: int) -> list[nn.Parameter]:
 
 
 def score_documents(
-    model: nn.Module,
-    adapters: list[nn.Parameter],
-    places: list[slice],
-    tokens: Tensor,
-    hints: Tensor | None,
-    hp: Hyperparameters,
+    model: GPT, adapters: list[nn.Parameter], places: list[slice], tokens: Tensor, hints: Hints
 ) -> Tensor:
     """Losses of the documents at these places, longest first, one per row; shorter rows are padded.
-    The adapters, which must be new, take a step on each chunk after it is scored. Nothing here
-    waits for the GPU."""
-    T, device = hp.train_seq_len, adapters[0].device
+    The new adapters take a step on each chunk after it is scored. Nothing waits for the GPU."""
+    hp, device = model.hp, adapters[0].device
+    T = hp.train_seq_len
     longest = places[0].stop - places[0].start  # targets
     sizes = [chunk for most, chunk in LORA_SHORT_CHUNKS if hp.lora_short_chunks and longest <= most]
     chunk = min(max([*sizes, hp.lora_chunk][0], 1), T)
@@ -1405,17 +1365,12 @@ def copy_model(model: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> GPT
     return gpt.to(runtime.device).float().eval()  # a bf16 embedding would lose small steps
 
 
-def lora_ttt(
-    model: nn.Module,
-    tokens: Tensor,
-    places: list[slice],
-    hp: Hyperparameters,
-    runtime: "Runtime",
-    hints: Tensor | None,
-) -> Tensor:
+def lora_ttt(model: nn.Module, validation: Validation, hints: Hints, runtime: "Runtime") -> Tensor:
     """Losses as evaluate returns them. A copy of the model scores each document by itself, from
     its BOS to the next one, with adapters that its earlier chunks have trained. Each phase ends
-    with steps of the copy's weights on all documents scored so far. places: of the documents."""
+    with steps of the copy's weights on all documents scored so far."""
+    hp, tokens = validation.hp, validation.tokens
+    places = split_documents(tokens, validation.bos)
     n = min(max(hp.lora_documents, 1), len(places))
     groups = [places[i : i + n] for i in range(0, len(places), n)]
     phases = range(max(hp.lora_phases, 0) + 1)
@@ -1446,7 +1401,7 @@ def lora_ttt(
             with torch.no_grad():
                 for adapter, value in zip(adapters, starts.get(slot, initial), strict=True):
                     adapter.copy_(value)
-            rows = score_documents(models[1], adapters, groups[i], tokens, hints, gpt.hp)
+            rows = score_documents(models[1], adapters, groups[i], tokens, hints)
             for place, row in zip(groups[i], rows, strict=False):
                 losses[place] = row[: place.stop - place.start]
             if hp.lora_keep:  # adapters are A, B, A, B, ...: each B starts anew
@@ -1489,14 +1444,12 @@ def find_hints(inputs: Tensor, targets: Tensor, num_tokens: int, share: float) -
     return hints
 
 
-def ngram_hints(
-    tokens: Tensor, documents: list[slice], hp: Hyperparameters, runtime: "Runtime"
-) -> Tensor:
+def ngram_hints(validation: Validation, runtime: "Runtime") -> Tensor:
     """The hint of each target, tokens[1:], int64 (n,); -1: none."""
-    tokens = tokens.long()
+    hp, tokens = validation.hp, validation.tokens.long()
     order = torch.arange(len(tokens) - 1)  # in which targets are counted
     if hp.lora_rank > 0 and hp.tilt_order == "decoding":  # one document after the other
-        order = torch.cat([order[place] for place in documents])
+        order = torch.cat([order[place] for place in split_documents(tokens, validation.bos)])
     pair = (upload(part, runtime.device) for part in (tokens[order], tokens[order + 1]))
     hints = torch.empty_like(order)
     hints[order] = find_hints(*pair, hp.tilt_tokens, hp.tilt_share).cpu()
@@ -1531,10 +1484,9 @@ def quantization_levels(name: str, weight: Tensor, hp: Hyperparameters) -> int:
     return hp.matrix_levels if is_matrix else hp.embed_levels
 
 
-def quantize_tensor(
-    name: str, weight: Tensor, levels: int, hp: Hyperparameters
-) -> tuple[Tensor, Tensor]:
+def quantize_tensor(name: str, weight: Tensor, hp: Hyperparameters) -> tuple[Tensor, Tensor]:
     """int8 values and their scale: fp16, one per row of a matrix; fp32, one for other tensors."""
+    levels = quantization_levels(name, weight, hp)
     if weight.ndim == 2:
         kind = "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
         k = getattr(hp, f"sd_clip_{kind}")
@@ -1556,8 +1508,7 @@ def quantize_state_dict_int8(
         tensor = tensor.detach().cpu().contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_floating_point() and tensor.numel() > INT8_KEEP_FLOAT_MAX_NUMEL:
-            levels = quantization_levels(name, tensor, hp)
-            obj["quantized"][name], obj["scales"][name] = quantize_tensor(name, tensor, levels, hp)
+            obj["quantized"][name], obj["scales"][name] = quantize_tensor(name, tensor, hp)
             obj["dtypes"][name] = dtype
             if tensor.ndim == 2:
                 obj.setdefault("qmeta", {})[name] = {"scheme": "per_row", "axis": 0}
@@ -1603,8 +1554,7 @@ def decompress(data: bytes) -> bytes:
 
 
 def export(gpt: nn.Module, hp: Hyperparameters, runtime: "Runtime") -> tuple[bytes, str, float]:
-    """Quantize and compress the weights. Returns the artifact, the log's lines about sizes, and
-    the milliseconds that GPTQ took."""
+    """Quantize and compress the weights. Returns the artifact, a report, GPTQ's milliseconds."""
     state_dict = gpt.state_dict()
     obj, stats = quantize_state_dict_int8(state_dict, hp)
     gptq_ms = 0.0
@@ -1647,7 +1597,7 @@ def gather_hessians(gpt: nn.Module, device: torch.device, names: set[str]) -> di
             hessians[layers[layer]] = x.T @ x + hessian, n + len(x)
 
     # Rank 0 reads all tokens itself, so that any number of ranks gives the same artifact.
-    loader = open_loader(hp, rank=0, world_size=1, device=device, seed=0)
+    loader = open_loader(hp, 0, 1, device, seed=0)
     gpt.eval()
     try:
         with nn.modules.module.register_module_forward_pre_hook(add_input):
@@ -1668,9 +1618,7 @@ def find_salient(weights: dict, stacks: dict, hessians: dict, n: int) -> tuple[s
     found = []
     for (first, _), names in stacks.items():
         size = (hessians[first][0].diagonal() / hessians[first][1]).sqrt().cpu()
-        if "blocks." not in first or len(size) < n:
-            continue
-        for name in names:
+        for name in names if "blocks." in first and len(size) >= n else ():
             sums = (size * weights[name].abs().mean(dim=0)).unfold(0, n, n).sum(dim=1)
             found.append((sums.max().item(), name, n * int(sums.argmax())))
     return max(found, default=(0, "", 0))[1:]
@@ -1773,8 +1721,7 @@ class ValueClasses:
 
 
 def code_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
-    """Return a matrix's symbols, their classes, and for each row what the decoder needs: an earlier
-    row like it, this one's weight, and the level of the rest. The symbols are the rest."""
+    """Return a matrix's symbols, their classes, and each row's reference, its weight, and level."""
     best, weights = find_references(rows)
     prediction = (weights[:, None].astype(np.int16) * rows[best] + 8) >> 4
     rest = (rows - prediction).astype(np.int8)  # modulo 256
@@ -1790,8 +1737,7 @@ def code_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarra
 
 
 def frequency_tables(counts: np.ndarray) -> np.ndarray:
-    """Scale the counts (classes, 256) so that each class adds up to 2**16 and no symbol in use has
-    0."""
+    """Scale counts (classes, 256): each class adds up to 2**16, and no symbol in use has 0."""
     tables = np.maximum((counts << 16) // counts.sum(1, keepdims=True).clip(1), counts > 0)
     for frequencies in tables:
         frequencies[frequencies.argmax()] += 2**16 - frequencies.sum()
@@ -1881,8 +1827,7 @@ def finish(state: TrainingState, validation: Validation) -> int:
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
         save_checkpoint(state)
     state.gpt.load_state_dict(state.gpt.state_dict() | state.ema)
-    written = runtime.from_rank_0(lambda: write_model(state))
-    artifact, report, gptq_ms, checksums, files = written
+    artifact, report, gptq_ms, checksums, files = runtime.from_rank_0(lambda: write_model(state))
     set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
     if state.signum:
         runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
@@ -1943,6 +1888,8 @@ def run() -> int:
 # You can skip the rest at first: it reads knobs, starts processes, keeps files safe.
 # ---- Knobs ----------------------
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Returns "FA3" while FlashAttention 3 replaces PyTorch's own; torch 2.9 has no such function.
+current_flash_attention = getattr(nn.attention, "current_flash_attention_impl", lambda: None)
 LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # layers that LORA_SKIP may name
 
 
@@ -2115,10 +2062,6 @@ class Runtime:
         return shared[0]
 
 
-# Returns "FA3" while FlashAttention 3 replaces PyTorch's own; torch 2.9 has no such function.
-current_flash_attention = getattr(nn.attention, "current_flash_attention_impl", lambda: None)
-
-
 def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
     """The attention kernels that PyTorch may use, best first."""
     # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
@@ -2132,11 +2075,10 @@ def activate_flash_attention_3(device: torch.device) -> None:
     """Let FlashAttention 3 (Shah et al., 2024) answer all calls of PyTorch's FlashAttention."""
     major = torch.cuda.get_device_properties(device).major if device.type == "cuda" else 0
     known = getattr(nn.attention, "list_flash_attention_impls", list)()
-    package = importlib.util.find_spec("flash_attn_interface")
     for need, is_met in {
         "a Hopper GPU, such as an H100": major == 9,
         f"PyTorch 2.13, not {torch.__version__}": "FA3" in known,
-        "the package flash-attn-3": package is not None,
+        "the package flash-attn-3": importlib.util.find_spec("flash_attn_interface") is not None,
     }.items():
         if not is_met:
             raise InputError(f"FLASH_ATTENTION=3 needs {need}: get it, or set FLASH_ATTENTION=0")
@@ -2299,7 +2241,7 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
     try:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]
+        problem = " ".join(str(error).split())[:300].rstrip(" ,")
         advice = (
             "use its run's knobs (final_result.json) and script (logs/RUN_ID.txt begins with it)"
         )
@@ -2362,9 +2304,7 @@ def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
     return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
 
 
-def write_model(
-    state: TrainingState,
-) -> tuple[bytes, str, float, dict[str, int], dict[str, bool]]:
+def write_model(state: TrainingState) -> tuple[bytes, str, float, dict[str, int], dict[str, bool]]:
     """Write weights and artifact. Returns what export does, checksums, files it wrote."""
     hp, log = state.hp, state.runtime.log
     move_older_files(hp, log)  # again: another run may have ended since the first step
