@@ -42,9 +42,9 @@ def write_to_reader(write: Callable[[bytes], int], data: bytes) -> int:
 
 
 def start_program(doc: str | None) -> argparse.ArgumentParser:
-    """Let stdout print any text, and return a parser whose help shows this docstring."""
+    """Let stdout print any text, line by line. Return a parser whose help shows this docstring."""
     with contextlib.suppress(AttributeError):  # a closed stdout
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     if sys.stdout and sys.stdout is sys.__stdout__:  # not pytest's
         file = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)  # the latter with python -u
         file.write = functools.partial(write_to_reader, file.write)
