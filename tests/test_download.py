@@ -27,6 +27,8 @@ TRAIN = [f"datasets/fineweb10B_sp1024/fineweb_train_{index:06d}.bin" for index i
 VAL = [f"datasets/fineweb10B_sp1024/fineweb_val_{index:06d}.bin" for index in range(2)]
 MODEL, VOCAB = "tokenizers/fineweb_1024_bpe.model", "tokenizers/fineweb_1024_bpe.vocab"
 DOCS, SIDECAR = "docs_selected.jsonl", "docs_selected.source_manifest.json"
+DEFAULTS = {"variant": "sp1024", "train_shards": None, "skip_manifest": False, "with_docs": False}
+download = functools.partial(cached_challenge_fineweb.download, **DEFAULTS)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +83,6 @@ def hub(repository, tmp_path, monkeypatch):
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
         server.shutdown()
-
-
-def download(root, train_shards=None, variant="sp1024", skip_manifest=False, docs=False) -> str:
-    return cached_challenge_fineweb.download(root, variant, train_shards, skip_manifest, docs)
 
 
 def start(hub, *args, **environ) -> subprocess.Popen:
@@ -145,7 +143,7 @@ def test_byte_shards_and_documents(hub, monkeypatch):
     link = os.link
     monkeypatch.setattr(os, "link", lambda source, _: link(source, source))
     (hub.folder / SIDECAR).unlink()
-    download(hub.root, train_shards=0, variant="byte260", docs=True)
+    download(hub.root, train_shards=0, variant="byte260", with_docs=True)
     val = [name.replace("sp1024", "byte260") for name in VAL]
     assert_present(hub, DOCS, "tokenizers/fineweb_pure_byte_260.json", *val)
 
