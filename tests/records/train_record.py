@@ -567,15 +567,10 @@ class GPT(nn.Module):
         for block in blocks[: self.num_encoder_layers]:
             x = block(x, x0, cos, sin, mask)
             skips.append(x)
-<<<<<<< tests/records/train_record.py
         # Each skip keeps its row of skip_weights when the loops begin.
         first_row = len(self.skip_weights) - self.num_encoder_layers
-        # Late layers read early features. The first skip is x itself, so it doubles x.
-        for row, block in enumerate(blocks[self.num_encoder_layers :], first_row):
-=======
         # Late layers read early features. The first skip is x itself, so x doubles at first.
-        for row, block in enumerate(self.blocks[self.num_encoder_layers :]):
->>>>>>> train_gpt.py
+        for row, block in enumerate(blocks[self.num_encoder_layers :], first_row):
             if skips:  # an odd L leaves the last layer without a mirror
                 x = self.add_skip(x, skips.pop(), row, isinstance(block, TwoLaneBlock))
             x = block(x, x0, cos, sin, mask)
@@ -1067,13 +1062,9 @@ def train(state: TrainingState, validation: "Validation") -> int:
         set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
         rank_loss = train_step(state)
         state.step += 1
-<<<<<<< tests/records/train_record.py
         if hp.ema_decay > 0:
             state.update_ema()
-        # In the last four steps the clock is exact, so that a run ends within a step of the cap.
-=======
         # Near the cap, the clock is exact: a run ends less than one (steady) step after it.
->>>>>>> train_gpt.py
         is_near_cap = cap_ms > 0 and elapsed_ms * (1 + 4 / state.step) >= cap_ms
         state.stopwatch.lap(wait=is_near_cap)
         log_step(state, rank_loss)
@@ -2160,15 +2151,11 @@ def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
 
 def wrap(gpt: GPT, compiled: bool) -> nn.Module:
     """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
-<<<<<<< tests/records/train_record.py
     model: nn.Module = gpt
     if compiled:
         torch._dynamo.config.optimize_ddp = gpt.hp.optimize_ddp
         torch._dynamo.config.recompile_limit = 256  # graphs of all stages, windows and chunks
         model = torch.compile(gpt, dynamic=False, fullgraph=True)
-=======
-    model: nn.Module = torch.compile(gpt, dynamic=False, fullgraph=True) if compiled else gpt
->>>>>>> train_gpt.py
     if dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
