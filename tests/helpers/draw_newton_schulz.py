@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
 
-from demo_curve import STYLE  # noqa: E402
+import demo_curve  # noqa: E402, F401  (its style)
 
 import train_gpt  # noqa: E402
 
@@ -57,5 +56,4 @@ def draw(gradient: Tensor) -> Figure:
 
 
 if __name__ == "__main__":
-    with rc_context(STYLE):
-        draw(read_gradient(steps=20)).savefig(sys.argv[1], metadata={"Date": None})
+    draw(read_gradient(steps=20)).savefig(sys.argv[1], metadata={"Date": None})
