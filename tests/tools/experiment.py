@@ -34,13 +34,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import anytime
 import ledger
-from jobs import Machine, Run, Side, train
+from jobs import Run, Side, train
 from logs import script_of_log
 from trained import OWN, RECORD, SCRIPT, existing_file, files, load_script, unknown_knobs
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
-SET_PER_RUN = ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME")
 
 
 # ---- the two sides -------------------------------------------------------------------------------
@@ -107,9 +106,10 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
             record = RECORD.relative_to(SCRIPT.parent)
             advice = f"it is a knob of {record}: add --script {record}"
         raise ValueError(f"{knob} is not a knob of the candidate: {advice}")
-    names = dict.fromkeys([*map(str.upper, asdict(hp)), *read])
+    variables = [k for k in environ if k in read or k in map(str.upper, asdict(hp))]
     facts = [importlib.util.decode_source(source), knobs, read]
-    return Side(name, script, environ, hp, args.out, [k for k in names if k in environ], facts)
+    command = [*(shlex.split(args.launch) or [sys.executable]), str(path)]
+    return Side(name, script, command, environ, hp, args.out, variables, facts)
 
 
 def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace) -> Side:
@@ -166,7 +166,7 @@ class Experiment:
 
     def show_forecast(self) -> None:
         """Say after the first pair whether three pairs fit into --minutes."""
-        runs, jobs = [run for pair in self.pairs[:3] for run in pair], self.args.machine.jobs
+        runs, jobs = [run for pair in self.pairs[:3] for run in pair], self.args.jobs
         trained = sum(run.process is not None and run.result() is not None for run in runs)
         missing = sum(run.result() is None for run in runs)
         rounds = 1 + math.ceil(missing / jobs) / math.ceil(max(trained, 1) / jobs)
@@ -257,12 +257,13 @@ class Experiment:
 
 
 # ---- command line --------------------------------------------------------------------------------
-def lock_folder(args: Namespace) -> Machine:
-    """Keep other experiments out of the folder. Returns the machine for its runs."""
+def lock_folder(args: Namespace) -> None:
+    """Keep other experiments out of the folder. Choose the number of runs at a time."""
     args.out.mkdir(parents=True, exist_ok=True)
-    lock = open(args.out / "lock", "w")
+    args.lock = open(args.out / "lock", "w")
+    os.set_inheritable(args.lock.fileno(), True)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(args.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise ValueError(f"an experiment is running in {args.out}: wait, or set --out") from None
     data = args.out / "data"  # where the script looks for the demo's builder
@@ -272,12 +273,11 @@ def lock_folder(args: Namespace) -> Machine:
         data.symlink_to(SCRIPT.with_name("data"))
     num_gpus = 0 if os.environ.get("DEVICE") == "cpu" else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
-    gpus = [] if args.launch else visible.split(",")[:num_gpus]
+    args.gpus = [] if args.launch else visible.split(",")[:num_gpus]
     if num_gpus == 0:
         args.environ.setdefault("OMP_NUM_THREADS", "1")
     cores = 1 if args.launch else max(1, files.cores() - 1)
-    command = shlex.split(args.launch) or [sys.executable]
-    return Machine(args.jobs or len(gpus) or cores, gpus, command, lock)
+    args.jobs = args.jobs or len(args.gpus) or cores
 
 
 def choose_seeds(args: Namespace, sides: dict[str, str]) -> list[int]:
@@ -300,7 +300,7 @@ def prepare(args: Namespace) -> Experiment:
     sources, change = read_sources(args)
     # An error in a knob is shown even if another experiment runs.
     load_side("candidate", args.script, args.own, args)
-    args.machine = lock_folder(args)
+    lock_folder(args)
     baseline = prepare_side("baseline", sources[0], {}, args)
     candidate = prepare_side("candidate", sources[1], args.own, args)
     if baseline.folder == candidate.folder:
@@ -310,7 +310,7 @@ def prepare(args: Namespace) -> Experiment:
     print(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}")
     sides = {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
     seeds = choose_seeds(args, sides)
-    print(f"seeds: {' '.join(map(str, seeds))}. Runs at a time: {args.machine.jobs}")
+    print(f"seeds: {' '.join(map(str, seeds))}. Runs at a time: {args.jobs}")
     commit = git(args.script, "rev-parse", "--short", "HEAD").decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
     row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in baseline.variables)
@@ -340,7 +340,7 @@ def parse(arguments: list[str]) -> Namespace:
         if word.find("=") < 1:
             parser.error(f"--set {word}: write KNOB=VALUE")
     args.own = dict(word.split("=", 1) for word in args.set)
-    for name in SET_PER_RUN:
+    for name in ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME"):
         if name in os.environ or name in args.own:
             parser.error(f"{name} is set for each run: unset it, and use --seeds and --out")
     if args.picture and args.picture.suffix not in (".svg", ".png"):
@@ -360,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         experiment = prepare(args)
         runs = [run for i, pair in enumerate(experiment.pairs) for run in pair[:: (-1) ** i]]
-        train(runs, args.machine, experiment.is_over)
+        train(runs, args.jobs, args.gpus, experiment.is_over)
         return experiment.report()
     except KeyboardInterrupt:
         print("stopped: the same command continues from here", file=sys.stderr)
