@@ -1,5 +1,6 @@
 """tests/tools/experiment.py with real runs of a small model, two at a time."""
 
+import fcntl
 import json
 import math
 import os
@@ -86,7 +87,7 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
     assert re.search(r"^time of a step: \d\.\d+ times", output, re.M) and errors == ""
     command = r".* NUM_LAYERS=3 .* python \S*experiment.py --out .* --seeds 4 5 6 7$"
     assert re.search(rf"fresh seeds\n    {command}", output, re.M)
-    assert picture.is_file() and (out / "data").samefile(ROOT / "data")
+    assert picture.is_file()
 
 
 @pytest.mark.baseline
@@ -140,12 +141,11 @@ def test_a_failed_run_ends_the_experiment_with_its_last_lines(tmp_path, run, out
     count = len(ledger(out))
     code, _, errors = run("--base", str(base), "--seeds", "1")
     assert code == 2 and "failed with exit code 1" in errors and "OSError: boom" in errors
-    assert len(ledger(out)) == count
+    assert len(ledger(out)) == count and (out / "data").samefile(ROOT / "data")
 
 
 def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, small, run):
-    """The terminal is not in UTF-8, so the folder is printed with escapes. Meanwhile, a second
-    start is refused. If an argument is wrong, the message is about that."""
+    """The terminal is not in UTF-8, so the folder's name is printed with escapes."""
     environ = {"ITERATIONS": "400", "TRAIN_LOG_EVERY": "5", "NUM_LAYERS": "1"}
     out = tmp_path / "运行"
     arguments = ["--set", "ITERATIONS=6", "--seeds", "1", "--out", str(out)]
@@ -157,9 +157,6 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
     while not any("step:5/400 " in path.read_text() for path in out.glob("*/1/output.txt")):
         assert process.poll() is None
         time.sleep(0.1)
-    for setting, words in (("MATRIX_LR=0.2", "is running"), ("MATRIX_LR=x", "MATRIX_LR='x'")):
-        code, output, errors = run("--out", str(out), "--set", setting)
-        assert (code, output) == (2, "") and words in errors
     os.write(terminal, b"\3")
     with pytest.raises(OSError):  # the other end of the terminal is closed
         while part := os.read(terminal, 1000):
@@ -170,6 +167,15 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
     assert "baseline, seed 1: resumed from its checkpoint" in run(*arguments, **environ)[1]
     logs = "\n".join(path.read_text() for path in out.glob("*/1/output.txt"))
     assert re.search(r"^resume:\S+ step:\d+ changed:nothing", logs, re.M)
+
+
+def test_a_second_start_in_the_same_folder_is_refused(tmp_path, run):
+    """If an argument is wrong, the message is about it."""
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for setting, words in (("MATRIX_LR=0.2", "is running"), ("MATRIX_LR=x", "MATRIX_LR='x'")):
+            code, output, errors = run("--out", str(tmp_path), "--set", setting)
+            assert (code, output) == (2, "") and words in errors
 
 
 @pytest.mark.parametrize(

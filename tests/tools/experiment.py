@@ -154,7 +154,8 @@ class Experiment:
             self.gains.append(self.gain(pair))
             self.judge()
             print(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}")
-            if len(self.gains) == 1:
+            is_new = pair[0].process or pair[1].process
+            if len(self.gains) == 1 and is_new and self.args.minutes < math.inf:
                 self.show_forecast()
             if self.row["verdict"] != "not yet" and not self.args.seeds:
                 break
@@ -169,7 +170,7 @@ class Experiment:
         runs, jobs = [run for pair in self.pairs[:3] for run in pair], self.args.jobs
         trained = sum(run.process is not None and run.result() is not None for run in runs)
         missing = sum(run.result() is None for run in runs)
-        rounds = 1 + math.ceil(missing / jobs) / math.ceil(max(trained, 1) / jobs)
+        rounds = 1 + math.ceil(missing / jobs) / math.ceil(trained / jobs)
         minutes, limit = (time.monotonic() - self.args.started) / 60 * rounds, self.args.minutes
         fits = f"{'within' if minutes <= limit else 'MORE THAN'} --minutes {limit:g}"
         print(f"three pairs, the fewest for a gain: about {minutes:.1f} minutes, {fits}")
@@ -226,15 +227,14 @@ class Experiment:
         """Count the changes in the ledger. Say what evidence a winner needs, and how to get it."""
         rows, sides = ledger.read(self.args.ledger), (self.row["baseline"], self.row["candidate"])
         claims = ledger.claims(rows)
-        stands = anytime.claims_that_stand([float(row["evidence"]) for row in claims])
-        better = [row["verdict"] == "better" for row in claims]
-        others = [(row["baseline"], row["candidate"]) != sides for row in claims]
-        stand = [*map(all, zip(better, stands, strict=True))]
-        counts = f"better: {sum(better)}, stand together: {sum(stand)}"
+        found = anytime.claims_that_stand([float(row["evidence"]) for row in claims.values()])
+        better = {key for key, row in claims.items() if row["verdict"] == "better"}
+        stand = better & {key for key, stands in zip(claims, found, strict=True) if stands}
+        counts = f"better: {len(better)}, stand together: {len(stand)}"
         print(f"{self.args.ledger}: changes tried: {len(claims)}, {counts}")
         if self.row["verdict"] != "better" or self.args.by < 0:
             return
-        k = 1 + sum(map(all, zip(stand, others, strict=True)))
+        k = 1 + len(stand - {sides})
         needed = f"to stand among the changes tried, it needs {len(claims) / (0.1 * k):.3g}"
         print(f"evidence of all its seeds: {self.row['evidence']}; {needed}")
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
@@ -324,7 +324,7 @@ def parse(arguments: list[str]) -> Namespace:
     seed, level = number(int, 0, 2**32 - 1), number(float, 0, 1, exclusive=True)
     add("--quick", action="store_true", help="150 steps, as in README.md")
     add("--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE")
-    add("--script", type=existing_file, default=SCRIPT, metavar="FILE", help="a script, or a log")
+    add("--script", type=existing_file, default=SCRIPT, metavar="FILE", help="of both sides")
     add("--base", type=existing_file, metavar="FILE", help="the baseline's script, or a log")
     add("--launch", default="", metavar="COMMAND", help='for example "torchrun --standalone"')
     add("--seeds", type=seed, nargs="+", metavar="N", help="train exactly these pairs")

@@ -62,10 +62,9 @@ def update(path: Path, row: dict, evidence: Callable[[list[int]], float]) -> Non
     write(path, [*(old for old in rows if old not in same), row])
 
 
-def claims(rows: list[dict]) -> list[dict]:
+def claims(rows: list[dict]) -> dict[tuple[str, str], dict]:
     """Return a row for each change: of those with its smallest margin, one that is better, if any.
     A margin below 0 claims no gain."""
     order = sorted(rows, key=lambda row: (-float(row["by"]), row["verdict"] == "better"))
     # Of rows with the same key, the last one stays.
-    claims = {(row["baseline"], row["candidate"]): row for row in order if float(row["by"]) >= 0}
-    return list(claims.values())
+    return {(row["baseline"], row["candidate"]): row for row in order if float(row["by"]) >= 0}
