@@ -315,6 +315,8 @@ def prepare(args: Namespace) -> Experiment:
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
     row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in baseline.variables)
     row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
+    args.started = time.monotonic()  # of the training
+    args.deadline = args.started + 60 * args.minutes
     return Experiment(args, [(Run(baseline, seed), Run(candidate, seed)) for seed in seeds], row)
 
 
@@ -347,8 +349,6 @@ def parse(arguments: list[str]) -> Namespace:
         parser.error(f"--picture {args.picture} must end in .svg or .png")
     args.command = shlex.join(["python", os.path.relpath(__file__), *arguments])
     args.environ, args.ledger = dict(os.environ), args.out / "ledger.tsv"
-    args.started = time.monotonic()
-    args.deadline = args.started + 60 * args.minutes
     return args
 
 
