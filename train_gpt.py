@@ -56,7 +56,7 @@ class InputError(ValueError):
 
 
 # ---- Hyperparameters ------------
-# Control tensors steer other parameters (scales, gains, mixes). They train and are saved in fp32.
+# Control tensors scale or mix activations. They are trained and saved in fp32.
 CONTROL_TENSOR_NAME_PATTERNS = (  # the plurals are the baseline's
     "attn_scale", "attn_scales", "mlp_scale", "mlp_scales", "resid_mix", "resid_mixes", "q_gain",
     "skip_weight", "skip_weights",
@@ -65,7 +65,7 @@ CONTROL_TENSOR_NAME_PATTERNS = (  # the plurals are the baseline's
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs; num_layers is the variable NUM_LAYERS. If a comment has "0:", -1 does the same."""
+    """All knobs; NUM_LAYERS sets num_layers. Where a comment has "0:", -1 does the same."""
 
     # run; RUN_ID names the log and the checkpoint, by default after the time of the start
     preset: str = ""  # "" or "demo": other defaults
@@ -84,7 +84,7 @@ class Hyperparameters:
     val_loss_every: int = 1000  # steps, step 0 included; 0: only at the end
     max_val_tokens: int = 0  # for a shorter validation; 0: the whole split
     eval_stride: int = 0  # stride of the final score, in tokens; 0: TRAIN_SEQ_LEN
-    train_log_every: int = 200  # logs steps 1 to 10, then every 200th; 0: none
+    train_log_every: int = 200  # steps 1 to 10, then its multiples; 0: none
     # length of the run
     iterations: int = 20_000  # optimizer steps at most
     warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
@@ -186,7 +186,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.device.type == "cuda":
         is_half = q.dtype in (torch.bfloat16, torch.float16)
         if not is_half or torch.cuda.get_device_properties(q.device).major < 8:
-            # Only MATH could share keys between query heads here, and it stores all scores.
+            # Only MATH takes fewer key than query heads here, and it stores all scores.
             group = q.size(1) // k.size(1)  # query heads per key head
             k = k.repeat_interleave(group, dim=1)
             v = v.repeat_interleave(group, dim=1)
@@ -281,7 +281,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Set weights and dtypes. The baseline builds its model in bf16: round weights to that."""
-        # Each block starts as the identity. With a tied output, step 1 changes these alone.
+        # Each block starts as the identity. Of Muon's matrices, step 1 changes only these.
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.proj.weight.zero_()
@@ -312,13 +312,13 @@ class GPT(nn.Module):
         for block in self.blocks[: self.num_encoder_layers]:
             x = block(x, x0, cos, sin)
             skips.append(x)
-        # Late layers read early features. The first skip is x itself, so it doubles x.
+        # Late layers read early features. The first skip is x itself, so x doubles at first.
         for row, block in enumerate(self.blocks[self.num_encoder_layers :]):
             if skips:  # an odd L leaves the last layer without a mirror
                 x = self.add_skip(x, skips.pop(), row)
             x = block(x, x0, cos, sin)
         logits = self.output(rms_norm(x).flatten(0, 1))
-        # The identity near 0. Beyond the cap the gradient fades, so logits cannot grow without end.
+        # The identity near 0, flat far from it: no logit exceeds the cap.
         return (self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)).float()
 
     def add_skip(self, x: Tensor, skip: Tensor, row: int) -> Tensor:
@@ -345,7 +345,7 @@ def newton_schulz(stack: Tensor, steps: int) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024), shared by the ranks."""
+    """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024), split among ranks."""
 
     def __init__(
         self,
@@ -374,7 +374,7 @@ class Muon(torch.optim.Optimizer):
             sizes = [p.numel() for p in params]
             exchange = updates[0].new_zeros(sum(sizes))
             combined = [u.view_as(p) for u, p in zip(exchange.split(sizes), params, strict=True)]
-            own = [i for i in range(len(params)) if i % world_size == rank]
+            own = range(rank, len(params), world_size)
             results = self.orthogonalize([updates[i] for i in own], group["backend_steps"])
             for i, result in zip(own, results, strict=True):
                 combined[i].copy_(result)
@@ -483,7 +483,7 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
 
 
 def muon_momentum(hp: Hyperparameters, step: int) -> float:
-    """Momentum at this step: averages about 7 gradients (1 / (1 - 0.85)) at first, later 20."""
+    """Momentum at this step. 0.85 averages about 7 gradients (1 / (1 - 0.85)), 0.95 about 20."""
     warmup_steps = hp.muon_momentum_warmup_steps
     done = min(step / warmup_steps, 1.0) if warmup_steps > 0 else 1.0
     return (1 - done) * hp.muon_momentum_warmup_start + done * hp.muon_momentum
@@ -574,7 +574,7 @@ class DistributedTokenLoader:
 
 # ---- Training -------------------
 class TrainingState:
-    """All that a step changes. An average of the weights goes into its first three methods."""
+    """All that a step uses. An average of the weights goes into its first three methods."""
 
     def __init__(self, hp: Hyperparameters, runtime: "Runtime") -> None:
         random.seed(hp.seed)
@@ -650,8 +650,8 @@ def train_step(state: TrainingState) -> Tensor:
     skip = state.scaler.is_enabled() and not unscale_gradients(state)
     if hp.grad_clip_norm > 0:
         nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
-    for optimizer in state.optimizers:
-        if not skip:
+    if not skip:
+        for optimizer in state.optimizers:
             optimizer.step()
     return total_loss
 
@@ -661,11 +661,11 @@ def unscale_gradients(state: TrainingState) -> bool:
     scale = state.scaler.get_scale()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    state.scaler.update()  # halves the scale if one is not finite, and doubles it now and then
+    state.scaler.update()  # halves it if one is not finite, doubles it after 2,000 good steps
     is_finite = state.scaler.get_scale() >= scale
     state.skipped_steps += int(not is_finite)
     if state.scaler.get_scale() < 1:
-        raise InputError("17 steps in a row had fp16 gradients that are not finite: set DTYPE=fp32")
+        raise InputError("fp16 gradients are not finite at any loss scale: set DTYPE=fp32")
     return is_finite
 
 
@@ -694,7 +694,7 @@ def train(state: TrainingState, validation: "Validation") -> int:
         set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
         rank_loss = train_step(state)
         state.step += 1
-        # In the last four steps the clock is exact, so that a run ends within a step of the cap.
+        # Near the cap, the clock is exact: a run ends less than one (steady) step after it.
         is_near_cap = cap_ms > 0 and elapsed_ms * (1 + 4 / state.step) >= cap_ms
         state.stopwatch.lap(wait=is_near_cap)
         log_step(state, rank_loss)
@@ -842,7 +842,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
 
 # ---- Export ---------------------
 SIZE_LIMIT = 16_000_000  # bytes of artifact and code together
-INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # smaller tensors stay in floating point
+INT8_KEEP_FLOAT_MAX_NUMEL = 65_536  # up to this, a tensor stays in floating point
 INT8_CLIP_QUANTILE = 0.9999984
 INT8_LEVELS = 127  # on each side of zero; 31 is int6, but the floor limits what rows use
 INT8_SCALE_FLOOR = 1 / 127  # matrices: a row of values up to 0.1 uses 13 levels a side
@@ -903,7 +903,7 @@ def quantize_state_dict_int8(
 
 
 def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Undo quantize_state_dict_int8: a state_dict in its original dtypes."""
+    """Undo quantize_state_dict_int8: a state_dict in its dtypes, but control tensors in fp32."""
     tensors = {name: tensor.clone() for name, tensor in obj["passthrough"].items()}
     for name, values in obj["quantized"].items():
         scale = obj["scales"][name].float()  # one, or one per row
@@ -1225,9 +1225,7 @@ def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
 
 def wrap(gpt: GPT, compiled: bool) -> nn.Module:
     """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
-    model: nn.Module = gpt
-    if compiled:
-        model = torch.compile(gpt, dynamic=False, fullgraph=True)
+    model: nn.Module = torch.compile(gpt, dynamic=False, fullgraph=True) if compiled else gpt
     if dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
@@ -1455,9 +1453,10 @@ def load_checkpoint(state: TrainingState) -> None:
     old = saved["knobs"] | {"train_shards": saved["shards"], "resume": ""}
     new = own["knobs"] | {"train_shards": own["shards"], "resume": ""}
     patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
-    was, now = old.get(patterns, new[patterns]), new[patterns]
-    if any(is_control_tensor(k, was) != is_control_tensor(k, now) for k in own["model"]):
-        raise InputError(f"{path} has other {patterns.upper()}: set them")
+    for name, param in state.gpt.named_parameters():
+        was_control = is_control_tensor(name, old.get(patterns, new[patterns]))
+        if param.ndim == 2 and was_control != is_control_tensor(name, new[patterns]):
+            raise InputError(f"{path} has other {patterns.upper()}: set them")
     changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
     state.load_state_dict(saved, str(path))
     log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")

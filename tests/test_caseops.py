@@ -1,7 +1,6 @@
 """CaseOps (data/caseops.py): lossless, the original text's bytes, datasets and their tools."""
 
 import json
-import sys
 
 import caseops
 import check_dataset
@@ -11,8 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from runs import run_here
 from sentencepiece import SentencePieceProcessor
 from texts import TEXTS, read_shard, train_tokenizer, write_documents
+from tokenizer_tools import read_specs
 
 import train_gpt
 
@@ -127,25 +128,21 @@ def test_several_processes_and_a_reused_model_give_the_same_shards(exported, tmp
         assert same.read_bytes() == shard.read_bytes()
 
 
-def test_a_model_that_does_not_fit_is_an_error(exported, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        export(tmp_path, "--vocab-size=512", f"--reuse-sp-model=512={exported[1]}")
-    assert "use it with --caseops" in capsys.readouterr().err
+def test_a_model_that_does_not_fit_is_an_error(exported, tmp_path):
+    with pytest.raises(ValueError, match="use it with --caseops"):
+        read_specs(512, {}, {512: str(exported[1])}, False)
     other, identity = tmp_path / "other.model", {"normalization_rule_name": "identity"}
     for changes in (identity, {**caseops.TRAINER_SETTINGS, "normalization_rule_name": "nfkc"}):
         other.write_bytes(train_tokenizer(**changes))
-        with pytest.raises(SystemExit):
-            export(tmp_path, "--vocab-size=512", f"--reuse-sp-model=512={other}", "--caseops")
-        assert "is not a CaseOps" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="is not a CaseOps"):
+            read_specs(512, {"caseops": True}, {512: str(other)}, False)
 
 
 def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
-    for name, value in (("collect_sources", dict), ("HERE", tmp_path)):
-        monkeypatch.setattr(demo_corpus, name, value)
+    monkeypatch.setattr(demo_corpus, "HERE", tmp_path)
+    monkeypatch.setattr(demo_corpus, "collect_sources", dict)
     monkeypatch.setattr(demo_corpus, "split_documents", lambda _: (TEXTS[:4], TEXTS[4:]))
-    monkeypatch.setattr(sys, "argv", ["demo_corpus.py", "--caseops"])
-    demo_corpus.main()
-    folder = tmp_path / "datasets/demo_sp1024_caseops"
-    facts = json.loads((folder / demo_corpus.MANIFEST).read_text())
+    output = run_here(tmp_path, {}, demo_corpus, ["--caseops"]).stdout
     num_bytes = sum(len(original(base, text).encode()) for text in TEXTS[:4])
-    assert facts["lzma"].endswith(f" (lzma on {num_bytes} validation bytes)")
+    assert f" (lzma on {num_bytes} validation bytes)\n" in output
+    assert (tmp_path / "datasets/demo_sp1024_caseops").is_dir()

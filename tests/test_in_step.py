@@ -23,7 +23,7 @@ INT8_SCALE_FLOOR, quantize_rows, quantize_tensor, quantize_state_dict_int8,
 dequantize_state_dict_int8, decompress, export, finish, check_knobs, attention_backends,
 open_runtime, wrap, deserialize, write_model, OPTIMIZER_KNOBS, read_checkpoint
 """
-PINNED = 1152189939  # checksum of these parts' text in train_gpt.py
+PINNED = 492830996  # checksum of these parts' text in train_gpt.py
 ADVICE = """
 Out of step in train_gpt.py and tests/records/train_record.py: {}.
 To port an uncommitted edit of train_gpt.py:

@@ -7,7 +7,7 @@ import caseops
 import pytest
 import sample
 import sentencepiece
-from runs import SCRIPT
+from runs import SCRIPT, run_here
 from texts import TEXTS, train_tokenizer
 
 # A model that continues with the id of the last token plus the length of the context.
@@ -26,10 +26,9 @@ def test_each_file_of_a_run_writes_text(trained, capsys):
     """Characters that the encoding of stdout lacks are printed as escapes."""
     sys.stdout.reconfigure(encoding="ascii")
     seeds = {"final_model.int8.ptz": 0, "final_model.pt": 1, "checkpoints/test.pt": 1}
-    texts = [
-        write(capsys, trained[0] / name, "The 行", "--tokens=9", f"--seed={seed}")
-        for name, seed in seeds.items()
-    ]
+    texts = []
+    for name, seed in seeds.items():
+        texts.append(write(capsys, trained[0] / name, "The 行", "--tokens=9", f"--seed={seed}"))
     assert texts[0] != texts[1] == texts[2]
     assert all(text.startswith("The \\u884c") for text in texts)
 
@@ -59,30 +58,23 @@ def test_a_lone_space_that_the_tokenizer_writes_in_bytes_is_a_space(trained, tmp
     assert write(capsys, trained[0] / "final_model.pt", "7 é", *options).startswith("7 é")
 
 
-def test_an_error_says_what_is_missing(tmp_path, trained):
+def test_an_error_says_what_is_missing_or_out_of_bounds(tmp_path, trained):
     copied = str(shutil.copy(trained[0] / "final_model.pt", tmp_path))
     with pytest.raises(SystemExit, match="does not fit: .*; --script logs/RUN_ID.txt takes"):
         sample.main([copied])
     with pytest.raises(SystemExit, match="none.* set --tokenizer"):
         sample.main([str(trained[0] / "final_model.pt"), "--tokenizer=none"])
+    for name, value in (("tokens", "-1"), ("temperature", "nan"), ("seed", "-1")):
+        result = run_here(tmp_path, {}, sample, [copied, f"--{name}={value}"])
+        assert result.returncode == 2 and f"argument --{name}: '{value}' is not" in result.stderr
 
 
-def test_the_end_of_the_document_and_a_misspelled_knob_are_named(
-    trained, tmp_path, capsys, monkeypatch
-):
+def test_the_end_of_the_document_and_a_misspelled_knob_are_named(trained, tmp_path):
     """The document ends with the token that begins the next one. The script is in a log."""
     log = tmp_path / "log.txt"
     edited = EDITED.replace("(ids.flatten() + ids.shape[1]) % 384", "[1] * ids.shape[1]")
     log.write_text(f"{edited}\n{'=' * 100}\nRunning Python 3")
-    monkeypatch.setenv("ITERATION", "5")
-    sample.main([str(trained[0] / "final_model.pt"), "The", f"--script={log}", "--temperature=0"])
-    out, err = capsys.readouterr()
-    assert out == "The\n" and "(the document ended after 0 tokens)" in err
-    assert "unknown_knob:ITERATION is ignored: did you mean ITERATIONS?" in err
-
-
-@pytest.mark.parametrize("option", ["--tokens=-1", "--temperature=nan", "--seed=-1"])
-def test_a_number_out_of_bounds_is_refused(trained, capsys, option):
-    with pytest.raises(SystemExit, match="2"):
-        sample.main([str(trained[0] / "final_model.pt"), option])
-    assert f"argument {option.partition('=')[0]}: " in capsys.readouterr().err
+    arguments = [f"{trained[0]}/final_model.pt", "The", f"--script={log}", "--temperature=0"]
+    result = run_here(tmp_path, {"ITERATION": "5"}, sample, arguments)
+    assert result.stdout == "The\n" and "(the document ended after 0 tokens)" in result.stderr
+    assert "unknown_knob:ITERATION is ignored: did you mean ITERATIONS?" in result.stderr

@@ -1,9 +1,7 @@
 """data/download_hf_docs_and_tokenize.py: documents become tokenizers, shards and a manifest."""
 
-import contextlib
 import functools
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -13,6 +11,7 @@ import shlex
 import sys
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import caseops
 import check_dataset
@@ -21,7 +20,7 @@ import files
 import numpy as np
 import pytest
 import sentencepiece
-from runs import ROOT
+from runs import ROOT, run_here
 from texts import TEXTS, read_shard, train_tokenizer, write_documents
 from tokenizer_tools import encode_texts, read_specs, sentences_of
 
@@ -51,11 +50,9 @@ def run(folder, *args, specs=SPECS[:1], docs=()) -> dict:
 
 def failure(folder, *args, **more) -> str:
     """Return the last line on stderr, after progress bars. The exit code must be 2."""
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit, match="^2$"):
-        run(folder, *args, **more)
-    *_, line = errors.getvalue().splitlines()
-    return line
+    result = run_here(folder, {}, SimpleNamespace(main=lambda: run(folder, *args, **more)))
+    assert result.returncode == 2
+    return result.stderr.splitlines()[-1]
 
 
 def test_shards_have_the_tokens_that_sentencepiece_makes(tmp_path, monkeypatch):
@@ -328,7 +325,7 @@ def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer,
     assert "nothing to compare" not in capsys.readouterr().out
 
 
-def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
+def test_errors_are_one_line(tmp_path):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
     spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
     message = failure(tmp_path, specs=[spec], docs=[docs])
@@ -342,15 +339,13 @@ def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
     (tmp_path / SIDECAR).write_text('{"docs_val": null}')
     assert "get 50000" in failure(tmp_path, docs=[docs])
-    with pytest.raises(SystemExit, match="^2$"):
-        rebuild.main([f"--output-root={tmp_path}", "--shuffle=1"])
-    assert "--shuffle needs --docs" in capsys.readouterr().err
+    result = run_here(tmp_path, {}, rebuild, [f"--output-root={tmp_path}", "--shuffle=1"])
+    assert result.returncode == 2 and "--shuffle needs --docs" in result.stderr
     bad = "vocab-size=0 vocab-size=65537 chunk-tokens=0 chunk-tokens=2147483648 num-val-docs=-1 "
     bad += "num-val-docs=5% tokenizer-train-docs=0 tokenizer-train-docs=nan shuffle=-1 shuffle=0.5"
     for option in bad.split():
         name, value = option.split("=")
         assert f"--{name}: '{value}' is not a whole number" in failure(tmp_path, f"--{option}")
-    monkeypatch.setenv("MATCHED_FINEWEB_TOKENIZER_THREADS", "0")
-    with pytest.raises(SystemExit, match="^2$"):
-        runpy.run_path(rebuild.__file__)
-    assert "TOKENIZER_THREADS: '0' is not" in capsys.readouterr().err
+    program = SimpleNamespace(main=lambda: runpy.run_path(rebuild.__file__))
+    result = run_here(tmp_path, {"MATCHED_FINEWEB_TOKENIZER_THREADS": "0"}, program)
+    assert result.returncode == 2 and "TOKENIZER_THREADS: '0' is not" in result.stderr

@@ -48,7 +48,7 @@ def product() -> None:
 
 def copy() -> None:
     """Time a copy in the GPU's memory."""
-    size = 2**30 if DEVICE.type == "cuda" else 2**24
+    size = min(2**32, torch.cuda.mem_get_info()[0] // 4) if DEVICE.type == "cuda" else 2**24
     source = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     ms = bench_step.measure({"copy": lambda: target.copy_(source)}, 20, DEVICE)["copy"]
