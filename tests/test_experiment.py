@@ -21,8 +21,10 @@ import train_gpt
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
-    """The folder of all experiments here, so that they share the runs of a baseline."""
-    return tmp_path_factory.mktemp("experiments")
+    """The folder of all experiments here. Its link to data/ was made by a checkout that is gone."""
+    folder = tmp_path_factory.mktemp("experiments")
+    (folder / "data").symlink_to("gone")
+    return folder
 
 
 @pytest.fixture
@@ -89,46 +91,38 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
 
 
 @pytest.mark.baseline
-def test_a_change_is_tried_once_and_as_a_baseline_gets_fresh_seeds(run, out):
-    """Luck with the first seed may have made it the baseline."""
-    command = ["--set", "MATRIX_LR=0.2", "--seeds", "1"]
-    code, output, _ = run(*command)
-    row, count = ledger(out)[-1], len(ledger(out))
-    gain = loss(out, row, "baseline", 1) - loss(out, row, "candidate", 1)
-    assert (row["change"], row["pairs"], code) == ("MATRIX_LR=0.2", "1", 1)
-    assert float(row["gain"]) == pytest.approx(gain, abs=1e-5)
-    again = run(*command)[1]
-    assert "started" in output and "started" not in again and len(ledger(out)) == count
-    assert re.search(r"^    python \S*compare_runs.py --baseline \S+/logs/seed-1.txt ", again, re.M)
-    on_top = ["--set", "SCALAR_LR=0.1", "--until-sure", "1"]
-    output = run(*on_top, MATRIX_LR="0.2")[1]
-    row = ledger(out)[-1]
-    assert (row["change"], row["first_seed"], row["pairs"]) == ("SCALAR_LR=0.1", "2", "1")
-    assert "MATRIX_LR=0.2" in row["knobs"] and "the seeds 1 chose this baseline" in output
-    tried = output.partition("changes tried:")[2].split()[0]
-    output = run(*command[:3], "5")[1]  # to confirm it changes nothing for what builds on it
-    assert f"changes tried: {tried}" in output and ledger(out)[-1]["first_seed"] == "5"
-    again = run(*on_top, MATRIX_LR="0.2")[1]
-    assert "started" not in again and ledger(out)[-1]["first_seed"] == "2"
-
-
-@pytest.mark.baseline
-def test_another_script_with_a_knob_of_its_own(tmp_path, run):
-    """The script has a byte order mark, and is outside any repository. The log of its run gives it
-    back."""
-    script, line = tmp_path / "mine.py", "    seed: int = 1337"
+def test_a_change_is_tried_once_and_as_a_baseline_gets_fresh_seeds(tmp_path, run):
+    """Luck with the first seed may have made it the baseline. The script is outside any repository,
+    and has a byte order mark and a knob of its own. The log of its run gives it back."""
+    script, out, line = tmp_path / "mine.py", tmp_path / "out", "    seed: int = 1337"
     text = SCRIPT.read_text().replace(line, f"    gain_power: float = 1.0\n{line}")
     text = text.replace("hp.qk_gain_init)", "hp.qk_gain_init**hp.gain_power)")
     script.write_text(text, encoding="utf-8-sig")
-    command = ["--script", str(script), "--seeds", "1", "--out", str(tmp_path / "out")]
-    code, output, _ = run(*command, "--set", "GAIN_POWER=0.5")
-    row = ledger(tmp_path / "out")[-1]
-    assert (code, row["change"], row["pairs"]) == (1, "GAIN_POWER=0.5", "1")
-    code, _, errors = run(*command)
+    folder = ["--out", str(out)]
+    command = [*folder, "--script", str(script), "--set", "GAIN_POWER=0.5", "--seeds"]
+    code, output, _ = run(*command, "1")
+    (row,) = ledger(out)
+    gain = loss(out, row, "baseline", 1) - loss(out, row, "candidate", 1)
+    assert (row["change"], row["pairs"], code) == ("GAIN_POWER=0.5", "1", 1)
+    assert float(row["gain"]) == pytest.approx(gain, abs=1e-5)
+    again = run(*command, "1")[1]
+    assert "started" in output and "started" not in again and len(ledger(out)) == 1
+    assert re.search(r"^    python \S*compare_runs.py --baseline \S+/logs/seed-1.txt ", again, re.M)
+    on_top = [*command[:4], "--set", "SCALAR_LR=0.1", "--until-sure", "1"]
+    output = run(*on_top, GAIN_POWER="0.5")[1]
+    top = ledger(out)[-1]
+    assert (top["change"], top["first_seed"], top["pairs"]) == ("SCALAR_LR=0.1", "2", "1")
+    assert "GAIN_POWER=0.5" in top["knobs"] and "the seeds 1 chose this baseline" in output
+    assert "changes tried: 2" in output
+    output = run(*command, "5")[1]  # to confirm it changes nothing for what builds on it
+    assert "changes tried: 2" in output and ledger(out)[-1]["first_seed"] == "5"
+    again = run(*on_top, GAIN_POWER="0.5")[1]
+    assert "started" not in again and ledger(out)[-1]["first_seed"] == "2"
+    code, _, errors = run(*command[:4])
     assert code == 2 and "the last commit has no mine.py: name a baseline" in errors
-    (log,) = tmp_path.glob(f"out/{row['candidate']}/1/logs/*.txt")
-    assert run(*command[2:], "--base", str(log), "--minutes", "0")[0] == 1
-    assert (tmp_path / "out" / "baseline.py").read_bytes() == script.read_bytes()
+    log = out / row["candidate"] / "1/logs/seed-1.txt"
+    assert run(*folder, "--base", str(log), "--minutes", "0")[0] == 1
+    assert (out / "baseline.py").read_bytes() == script.read_bytes()
 
 
 def test_after_its_minutes_an_experiment_ends_with_the_verdict_so_far(tmp_path, run):
@@ -147,7 +141,7 @@ def test_a_failed_run_ends_the_experiment_with_its_last_lines(tmp_path, run, out
     count = len(ledger(out))
     code, _, errors = run("--base", str(base), "--seeds", "1")
     assert code == 2 and "failed with exit code 1" in errors and "OSError: boom" in errors
-    assert len(ledger(out)) == count
+    assert len(ledger(out)) == count and (out / "data").samefile(ROOT / "data")
 
 
 def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, small, run):
@@ -160,8 +154,9 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
         tmp_path, {**small, **environ, "PYTHONIOENCODING": "latin-1"}, command
     )
     seen = b""
-    while not re.search(rb"baseline, seed 1: step \d+/400, loss.*min left", seen):
-        seen += os.read(terminal, 1000)
+    while not any("step:5/400 " in path.read_text() for path in out.glob("*/1/output.txt")):
+        assert process.poll() is None
+        time.sleep(0.1)
     os.write(terminal, b"\3")
     with pytest.raises(OSError):  # the other end of the terminal is closed
         while part := os.read(terminal, 1000):
@@ -220,63 +215,49 @@ def test_a_module_next_to_the_script_is_refused_as_its_edits_would_not_count(tmp
     assert "(mine.py, line 1): name a train_gpt.py without errors" in errors
 
 
-def test_a_variable_that_an_edit_reads_belongs_to_the_name_of_its_runs(tmp_path, run):
-    """The link to data/ was made by a checkout that is gone."""
+def test_a_variable_that_an_edit_reads_belongs_to_the_name_of_its_runs(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(f"{SCRIPT.read_text()}\nSCALE = __import__('os').getenv('my_scale')\n")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "data").symlink_to(tmp_path / "gone")
-    command = ["--script", str(script), "--set", "MATRIX_LR=0.2", "--minutes", "0"]
-    outputs = [run(*command, "--out", str(out), my_scale=value)[1] for value in "112"]
-    names = [output.splitlines()[0] for output in outputs]
-    assert names[0].startswith("baseline: ") and names[0] == names[1] != names[2]
-    assert (out / "data").samefile(ROOT / "data")
+    args, facts = experiment.Namespace(quick=False, out=tmp_path, launch=""), []
+    for value in "112":
+        args.environ = {"my_scale": value, "other": str(len(facts))}
+        facts.append(experiment.load_side("candidate", script, {}, args).facts)
+    assert facts[0] == facts[1] != facts[2]
 
 
-def test_quick_keeps_the_warmdown_of_a_preset():
-    source = SCRIPT.read_bytes()
-    for preset, frac in (("demo", 0.8), ("", 0.3)):
-        args = experiment.Namespace(quick=True, environ={"PRESET": preset}, out=Path("out"))
-        hp = experiment.load_side("baseline", SCRIPT, source, {}, args)[0].hp
+def test_quick_keeps_the_warmdown_of_a_preset(tmp_path):
+    args = experiment.Namespace(quick=True, out=tmp_path, launch="")
+    for args.environ, frac in (({"PRESET": "demo"}, 0.8), ({}, 0.3)):
+        hp = experiment.load_side("baseline", SCRIPT, {}, args).hp
         assert (hp.iterations, hp.warmdown_frac) == (150, frac)
 
 
-def test_runs_at_a_time_are_those_of_the_cores_that_this_process_may_use(tmp_path):
+def test_runs_at_a_time_are_those_of_the_cores_that_this_process_may_use():
     """With one core there is nothing to tell apart."""
-    program = """if True:
-        import os, files
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        print(files.cores())"""
-    command = [sys.executable, "-c", program]
-    environ = {"PYTHONPATH": str(ROOT / "data")}
-    result = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert (result.stdout, result.stderr) == ("1\n", "")
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    cores = experiment.files.cores()
+    os.sched_setaffinity(0, allowed)
+    assert cores == 1
 
 
-def test_with_a_safe_path_a_program_finds_the_modules_next_to_it(tmp_path):
-    """Python 3.11 and newer read PYTHONSAFEPATH."""
-    command = [sys.executable, experiment.__file__, "--by", "0x"]
-    environ = {"PATH": os.environ["PATH"], "PYTHONSAFEPATH": "1"}
-    result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 2 and "'0x' is not a number" in result.stderr
-
-
-def finished_pairs(folder: Path, *results: tuple) -> experiment.Experiment:
-    """An experiment whose runs have these losses in nats and in bits per byte. None: unfinished."""
+def finished_pairs(
+    folder: Path, *results: tuple, bpb: tuple[float, float] = (0.5, 0.5)
+) -> experiment.Experiment:
+    """An experiment whose runs have these losses; those that lack one have not finished. bpb: bits
+    per byte of a loss of 1, by side."""
     hp = train_gpt.Hyperparameters(iterations=1)
-    sides = [experiment.Side(name, train_gpt, {}, hp, folder / name) for name in ("old", "new")]
+    sides = [experiment.Side(name, train_gpt, [], {}, hp, folder / name) for name in ("old", "new")]
     pairs = []
-    for seed, pair in enumerate(results, start=1):
+    for seed, losses in enumerate(results, start=1):
         pairs.append(tuple(experiment.Run(side, seed) for side in sides))
-        for run, losses in zip(pairs[-1], pair, strict=True):
+        for run, loss, ratio in zip(pairs[-1], losses, bpb, strict=False):
+            facts = {"val_loss": loss, "val_bpb": loss and loss * ratio, "train_ms": 1, "steps": 1}
             run.folder.mkdir(parents=True)
-            if losses is not None:
-                facts = {"val_loss": losses[0], "val_bpb": losses[1], "train_ms": 1, "steps": 1}
-                (run.folder / "final_result.json").write_text(json.dumps(facts))
+            (run.folder / "final_result.json").write_text(json.dumps(facts))
     args = experiment.Namespace(by=0.0, alpha=0.05, seeds=None, ledger=folder / "ledger.tsv")
-    args.minutes, args.deadline, args.started = math.inf, math.inf, time.monotonic() - 60
-    args.machine = experiment.Machine(1, [], [], None)
+    args.minutes, args.deadline, args.started = 2, math.inf, time.monotonic() - 60
+    args.jobs, args.command = 1, "python x.py --seeds 1"
     row = {"baseline": "old", "candidate": "new", "by": "0", "first_seed": "1"}
     return experiment.Experiment(args, pairs, row)
 
@@ -284,25 +265,22 @@ def finished_pairs(folder: Path, *results: tuple) -> experiment.Experiment:
 def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path):
     """If the tokenizers differ, the unit is bits per byte. A loss that is not finite does not
     count. Equal losses of both sides, or of two seeds (an edit may ignore SEED), are an error."""
-    done = ((3.0, 1.5), (2.8, 1.4))
-    for name, missing in (("unfinished", None), ("not finite", (None, None))):
-        found = finished_pairs(tmp_path / name, done, (done[0], missing), done)
+    for name, second in (("unfinished", (3.0,)), ("not finite", (3.0, None))):
+        found = finished_pairs(tmp_path / name, (3.0, 2.8), second, (3.0, 2.8))
         assert not found.is_over()
         assert found.gains == [pytest.approx(0.2)] and found.row["unit"] == "nats"
-    found = finished_pairs(tmp_path / "b", ((3.0, 1.6), (3.2, 1.4)))
+    found = finished_pairs(tmp_path / "b", (3.2, 3.5), bpb=(0.5, 0.4))
     assert found.is_over()
     assert found.gains == [pytest.approx(0.2)] and found.row["unit"] == "bits per byte"
     with pytest.raises(ValueError, match="the change does nothing"):
-        finished_pairs(tmp_path / "c", (done[0], done[0])).is_over()
+        finished_pairs(tmp_path / "c", (3.0, 3.0)).is_over()
     with pytest.raises(ValueError, match="old: seeds 1 and 2 end with the same loss"):
-        finished_pairs(tmp_path / "d", done, ((3.0, 1.5), (2.9, 1.4))).is_over()
+        finished_pairs(tmp_path / "d", (3.0, 2.8), (3.0, 2.9)).is_over()
 
 
 def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys):
     """Two runs took a minute. A third was finished before, so the other three take 1.5 minutes."""
-    done = ((3.0, 1.5), (2.8, 1.4))
-    found = finished_pairs(tmp_path, done, ((3.1, 1.6), None), (None, None))
-    found.args.minutes, found.args.deadline = 2, time.monotonic() + 9999
+    found = finished_pairs(tmp_path, (3.0, 2.8), (3.1,), ())
     for run in found.pairs[0]:
         run.process = subprocess.Popen(["true"])
         run.process.wait()
@@ -312,22 +290,25 @@ def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys):
 
 
 def test_training_ends_with_a_mean_below_zero_but_not_with_seeds(tmp_path):
-    results = (((3.0, 1.5), (3.2, 1.6)), ((3.1, 1.6), (3.25, 1.7)), ((3.3, 1.7), (2.9, 1.4)))
-    found = finished_pairs(tmp_path / "a", *results)
+    found = finished_pairs(tmp_path, (3.0, 3.2), (3.1, 3.25), (3.3, 2.9))
     assert found.is_over() and len(found.gains) == 2 and found.row["verdict"] == "not better"
-    found = finished_pairs(tmp_path / "b", *results)
     found.args.seeds = [1, 2, 3]
+    found = experiment.Experiment(found.args, found.pairs, found.row)
     assert found.is_over() and len(found.gains) == 3
 
 
 def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_path, capsys):
-    """Six gains of 0.2 or so. The first command has the pairs 1 to 3, then they come in another
-    order, with a pair less; then come the others. Margins have rows of their own."""
-    losses = [3.0, 3.01, 3.03, 3.02, 2.99, 3.04]
-    results = [((x, x / 2), (2.8 + x / 100, 1.4 + x / 200)) for x in losses]
+    """The first command has the pairs 1 to 3, then they come in another order, with a pair less;
+    then come the others. Margins have rows of their own."""
+    results = [
+        (3.0, 2.83),
+        (3.01, 2.8301),
+        (3.03, 2.8303),
+        (3.02, 2.8302),
+        (2.99, 2.8),
+        (3.04, 2.81),
+    ]
     found = finished_pairs(tmp_path, *results)
-    pairs, gains = found.pairs, [x - 2.8 - x / 100 for x in losses]
-    path, one = found.args.ledger, dict(found.row)
     for by, order, expected in (
         (0.0, [1, 2, 3], [1, 2, 3]),
         (0.0, [2, 1], [1, 2, 3]),
@@ -336,20 +317,21 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
         (-0.1, [4, 5, 6], [4, 5, 6]),
     ):
         found.args.by = by
-        row = {**one, "by": f"{by:g}", "first_seed": str(order[0])}
-        now = experiment.Experiment(found.args, [pairs[seed - 1] for seed in order], row)
-        assert now.is_over()
-        rows = [row for row in experiment.ledger.read(path) if float(row["by"]) == by]
-        evidence = experiment.anytime.evidence([gains[seed - 1] for seed in expected], by)
+        row = {**found.row, "by": f"{by:g}", "first_seed": str(order[0])}
+        pairs = [found.pairs[seed - 1] for seed in order]
+        assert experiment.Experiment(found.args, pairs, row).is_over()
+        rows = [row for row in ledger(tmp_path) if float(row["by"]) == by]
+        gains = [results[seed - 1][0] - results[seed - 1][1] for seed in expected]
+        evidence = experiment.anytime.evidence(gains, by)
         assert {row["evidence"] for row in rows} == {f"{evidence:.3g}"}
-    rows = experiment.ledger.read(path)
+    rows = ledger(tmp_path)
     assert [row["seeds"] for row in rows] == ["2 1", "1 2 3", "5 4 6", "4 5 6"]
     assert [row["pairs"] for row in rows] == ["2", "1", "3", "3"]
     other = {**rows[0], "evidence": "1", "verdict": "better"}
     others = [{**other, "candidate": str(i)} for i in range(9)]
     others.append({**other, "candidate": "simpler", "by": "-0.005"})
-    experiment.ledger.write(path, rows + others)
-    found.args.by, found.args.command = 0.0, "python x.py --seeds 1"
+    experiment.ledger.write(found.args.ledger, rows + others)
+    found.args.by = 0.0
     found.row |= {"verdict": "better", "evidence": rows[0]["evidence"]}
     found.show_claims()
     out = capsys.readouterr().out
@@ -359,26 +341,25 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
 
 
 OLD_LEDGER = (
-    "date\tcommit\tchange\tknobs\tbaseline\tcandidate\tfirst_seed\tgain\tlow\thigh\tevidence\t"
-    "verdict\tunit\tpairs\tms_per_step\n"
-    "2026-11-01\tabc\tA=1\t\ta\tb\t7\t0.1\t0.01\t0.2\t120\tbetter\tnats\t3\t5.00\n"
+    "change\tbaseline\tcandidate\tfirst_seed\tevidence\tverdict\tunit\tpairs\n"
+    "A=1\ta\tb\t7\t120\tbetter\tnats\t3\n"
 )
 
 
 def test_fields_never_break_the_ledger_and_damage_is_named(tmp_path):
     path = tmp_path / "ledger.tsv"
     path.write_text(OLD_LEDGER)
-    (row,) = experiment.ledger.read(path)
+    (row,) = ledger(tmp_path)
     assert (row["by"], row["seeds"]) == ("0.005", "7 8 9")
     assert experiment.ledger.fresh_seeds(3, [7, 1, 3, 3]) == [2, 4, 5]
     change = "a\tb\r\nc\x0bd\u2028e\x85f \udcff"
     new = {**row, "first_seed": "1", "seeds": "1", "change": change}
     experiment.ledger.update(path, new, len)
-    old, new = experiment.ledger.read(path)
+    old, new = ledger(tmp_path)
     assert old == {**row, "evidence": "4"} and new["change"] == "a b c d e f \\udcff"
     path.write_bytes("\ufeff".encode() + path.read_bytes().replace(b"\n", b"\r\n") + b"\n")
-    assert experiment.ledger.read(path) == [old, new]
+    assert ledger(tmp_path) == [old, new]
     for damage in ("\t\t3\n", "x" * 5 + "\n", OLD_LEDGER.split("\n")[1].replace("120", "nan")):
         path.write_text(OLD_LEDGER + damage)
         with pytest.raises(ValueError, match="ledger.tsv, line 3 is damaged: correct"):
-            experiment.ledger.read(path)
+            ledger(tmp_path)

@@ -34,13 +34,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import anytime
 import ledger
-from jobs import Machine, Run, Side, train
+from jobs import Run, Side, train
 from logs import script_of_log
 from trained import OWN, RECORD, SCRIPT, existing_file, files, load_script, unknown_knobs
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
-SET_PER_RUN = ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME")
 
 
 # ---- the two sides -------------------------------------------------------------------------------
@@ -107,9 +106,10 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
             record = RECORD.relative_to(SCRIPT.parent)
             advice = f"it is a knob of {record}: add --script {record}"
         raise ValueError(f"{knob} is not a knob of the candidate: {advice}")
-    names = dict.fromkeys([*map(str.upper, asdict(hp)), *read])
+    variables = [k for k in environ if k in read or k in map(str.upper, asdict(hp))]
     facts = [importlib.util.decode_source(source), knobs, read]
-    return Side(name, script, environ, hp, args.out, [k for k in names if k in environ], facts)
+    command = [*(shlex.split(args.launch) or [sys.executable]), str(path)]
+    return Side(name, script, command, environ, hp, args.out, variables, facts)
 
 
 def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace) -> Side:
@@ -154,7 +154,8 @@ class Experiment:
             self.gains.append(self.gain(pair))
             self.judge()
             print(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}")
-            if len(self.gains) == 1:
+            is_new = pair[0].process or pair[1].process
+            if len(self.gains) == 1 and is_new and self.args.minutes < math.inf:
                 self.show_forecast()
             if self.row["verdict"] != "not yet" and not self.args.seeds:
                 break
@@ -166,10 +167,10 @@ class Experiment:
 
     def show_forecast(self) -> None:
         """Say after the first pair whether three pairs fit into --minutes."""
-        runs, jobs = [run for pair in self.pairs[:3] for run in pair], self.args.machine.jobs
+        runs, jobs = [run for pair in self.pairs[:3] for run in pair], self.args.jobs
         trained = sum(run.process is not None and run.result() is not None for run in runs)
         missing = sum(run.result() is None for run in runs)
-        rounds = 1 + math.ceil(missing / jobs) / math.ceil(max(trained, 1) / jobs)
+        rounds = 1 + math.ceil(missing / jobs) / math.ceil(trained / jobs)
         minutes, limit = (time.monotonic() - self.args.started) / 60 * rounds, self.args.minutes
         fits = f"{'within' if minutes <= limit else 'MORE THAN'} --minutes {limit:g}"
         print(f"three pairs, the fewest for a gain: about {minutes:.1f} minutes, {fits}")
@@ -226,15 +227,14 @@ class Experiment:
         """Count the changes in the ledger. Say what evidence a winner needs, and how to get it."""
         rows, sides = ledger.read(self.args.ledger), (self.row["baseline"], self.row["candidate"])
         claims = ledger.claims(rows)
-        stands = anytime.claims_that_stand([float(row["evidence"]) for row in claims])
-        better = [row["verdict"] == "better" for row in claims]
-        others = [(row["baseline"], row["candidate"]) != sides for row in claims]
-        stand = [*map(all, zip(better, stands, strict=True))]
-        counts = f"better: {sum(better)}, stand together: {sum(stand)}"
+        found = anytime.claims_that_stand([float(row["evidence"]) for row in claims.values()])
+        better = {key for key, row in claims.items() if row["verdict"] == "better"}
+        stand = better & {key for key, stands in zip(claims, found, strict=True) if stands}
+        counts = f"better: {len(better)}, stand together: {len(stand)}"
         print(f"{self.args.ledger}: changes tried: {len(claims)}, {counts}")
         if self.row["verdict"] != "better" or self.args.by < 0:
             return
-        k = 1 + sum(map(all, zip(stand, others, strict=True)))
+        k = 1 + len(stand - {sides})
         needed = f"to stand among the changes tried, it needs {len(claims) / (0.1 * k):.3g}"
         print(f"evidence of all its seeds: {self.row['evidence']}; {needed}")
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
@@ -257,12 +257,13 @@ class Experiment:
 
 
 # ---- command line --------------------------------------------------------------------------------
-def lock_folder(args: Namespace) -> Machine:
-    """Keep other experiments out of the folder. Returns the machine for its runs."""
+def lock_folder(args: Namespace) -> None:
+    """Keep other experiments out of the folder. Choose the number of runs at a time."""
     args.out.mkdir(parents=True, exist_ok=True)
-    lock = open(args.out / "lock", "w")
+    args.lock = open(args.out / "lock", "w")
+    os.set_inheritable(args.lock.fileno(), True)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(args.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise ValueError(f"an experiment is running in {args.out}: wait, or set --out") from None
     data = args.out / "data"  # where the script looks for the demo's builder
@@ -272,12 +273,11 @@ def lock_folder(args: Namespace) -> Machine:
         data.symlink_to(SCRIPT.with_name("data"))
     num_gpus = 0 if os.environ.get("DEVICE") == "cpu" else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
-    gpus = [] if args.launch else visible.split(",")[:num_gpus]
+    args.gpus = [] if args.launch else visible.split(",")[:num_gpus]
     if num_gpus == 0:
         args.environ.setdefault("OMP_NUM_THREADS", "1")
     cores = 1 if args.launch else max(1, files.cores() - 1)
-    command = shlex.split(args.launch) or [sys.executable]
-    return Machine(args.jobs or len(gpus) or cores, gpus, command, lock)
+    args.jobs = args.jobs or len(args.gpus) or cores
 
 
 def choose_seeds(args: Namespace, sides: dict[str, str]) -> list[int]:
@@ -300,7 +300,7 @@ def prepare(args: Namespace) -> Experiment:
     sources, change = read_sources(args)
     # An error in a knob is shown even if another experiment runs.
     load_side("candidate", args.script, args.own, args)
-    args.machine = lock_folder(args)
+    lock_folder(args)
     baseline = prepare_side("baseline", sources[0], {}, args)
     candidate = prepare_side("candidate", sources[1], args.own, args)
     if baseline.folder == candidate.folder:
@@ -310,11 +310,13 @@ def prepare(args: Namespace) -> Experiment:
     print(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}")
     sides = {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
     seeds = choose_seeds(args, sides)
-    print(f"seeds: {' '.join(map(str, seeds))}. Runs at a time: {args.machine.jobs}")
+    print(f"seeds: {' '.join(map(str, seeds))}. Runs at a time: {args.jobs}")
     commit = git(args.script, "rev-parse", "--short", "HEAD").decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
     row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in baseline.variables)
     row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
+    args.started = time.monotonic()  # of the training
+    args.deadline = args.started + 60 * args.minutes
     return Experiment(args, [(Run(baseline, seed), Run(candidate, seed)) for seed in seeds], row)
 
 
@@ -324,7 +326,7 @@ def parse(arguments: list[str]) -> Namespace:
     seed, level = number(int, 0, 2**32 - 1), number(float, 0, 1, exclusive=True)
     add("--quick", action="store_true", help="150 steps, as in README.md")
     add("--set", nargs="+", action="extend", default=[], metavar="KNOB=VALUE")
-    add("--script", type=existing_file, default=SCRIPT, metavar="FILE", help="a script, or a log")
+    add("--script", type=existing_file, default=SCRIPT, metavar="FILE", help="of both sides")
     add("--base", type=existing_file, metavar="FILE", help="the baseline's script, or a log")
     add("--launch", default="", metavar="COMMAND", help='for example "torchrun --standalone"')
     add("--seeds", type=seed, nargs="+", metavar="N", help="train exactly these pairs")
@@ -340,15 +342,13 @@ def parse(arguments: list[str]) -> Namespace:
         if word.find("=") < 1:
             parser.error(f"--set {word}: write KNOB=VALUE")
     args.own = dict(word.split("=", 1) for word in args.set)
-    for name in SET_PER_RUN:
+    for name in ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME"):
         if name in os.environ or name in args.own:
             parser.error(f"{name} is set for each run: unset it, and use --seeds and --out")
     if args.picture and args.picture.suffix not in (".svg", ".png"):
         parser.error(f"--picture {args.picture} must end in .svg or .png")
     args.command = shlex.join(["python", os.path.relpath(__file__), *arguments])
     args.environ, args.ledger = dict(os.environ), args.out / "ledger.tsv"
-    args.started = time.monotonic()
-    args.deadline = args.started + 60 * args.minutes
     return args
 
 
@@ -360,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         experiment = prepare(args)
         runs = [run for i, pair in enumerate(experiment.pairs) for run in pair[:: (-1) ** i]]
-        train(runs, args.machine, experiment.is_over)
+        train(runs, args.jobs, args.gpus, experiment.is_over)
         return experiment.report()
     except KeyboardInterrupt:
         print("stopped: the same command continues from here", file=sys.stderr)

@@ -9,17 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
-
-SCORE = "val_loss {val_loss:.4f}, val_bpb {val_bpb:.4f}, {steps} steps of {ms_per_step:.1f} ms"
-
-
-@dataclass
-class Machine:
-    jobs: int  # runs at a time
-    gpus: list[str]  # for CUDA_VISIBLE_DEVICES, one per run; []: the CPU, or all GPUs for each run
-    command: list[str]  # starts a script
-    lock: TextIO  # keeps other experiments out of the folder
+from typing import Any
 
 
 @dataclass
@@ -28,6 +18,7 @@ class Side:
 
     name: str
     script: ModuleType
+    command: list[str]  # trains it
     environ: dict[str, str]
     hp: Any  # Hyperparameters
     folder: Path
@@ -62,34 +53,34 @@ class Run:
         return {**facts, "ms_per_step": facts["train_ms"] / max(facts["steps"], 1)}
 
 
-def start(run: Run, running: list[Run], machine: Machine) -> None:
+def start(run: Run, running: list[Run], gpus: list[str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     # With a checkpoint of its last step, a run that is stopped while it is scored resumes there.
     environ = {"CHECKPOINT_EVERY": "1000000", **run.side.environ, "RESUME": "auto"}
     environ |= {"SEED": str(run.seed), "RUN_ID": f"seed-{run.seed}", "OUTPUT_DIR": str(run.folder)}
-    if machine.gpus:
-        run.gpu = min(machine.gpus, key=[other.gpu for other in running].count)
+    if gpus:
+        run.gpu = min(gpus, key=[other.gpu for other in running].count)
         environ["CUDA_VISIBLE_DEVICES"] = run.gpu
     output, is_old = run.folder / "output.txt", (run.folder / "checkpoints").is_dir()
     print(f"{run}: {'resumed from its checkpoint' if is_old else 'started'}, see {output}")
-    command = [*machine.command, run.side.script.__file__]
     settings = {"env": environ, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     settings["start_new_session"] = True  # Ctrl-C reaches this program alone
-    settings["pass_fds"] = [machine.lock.fileno()]  # runs that outlive this program keep the lock
+    settings["close_fds"] = False  # runs that outlive this program keep its lock
     with open(output, "w") as file:
-        run.process = subprocess.Popen(command, stdout=file, **settings)
+        run.process = subprocess.Popen(run.side.command, stdout=file, **settings)
     running.append(run)
 
 
-def train(runs: list[Run], machine: Machine, is_enough: Callable[[], bool] = lambda: False) -> None:
-    """Train the runs that are not finished, in this order, until is_enough() is true. Raises
+def train(runs: list[Run], jobs: int, gpus: list[str], is_enough: Callable[[], bool]) -> None:
+    """Train the runs that are not finished, in this order, `jobs` at a time, until is_enough() is
+    true. gpus: for CUDA_VISIBLE_DEVICES, one per run; []: the CPU, or all GPUs for each run. Raises
     ValueError if a run fails."""
     waiting = [run for run in runs if run.result() is None]
     running: list[Run] = []
     try:
         while not is_enough() and (waiting or running):
-            while waiting and len(running) < machine.jobs:
-                start(waiting.pop(0), running, machine)
+            while waiting and len(running) < jobs:
+                start(waiting.pop(0), running, gpus)
             time.sleep(0.2)
             for run in [run for run in running if run.process.poll() is not None]:
                 running.remove(run)
@@ -99,7 +90,8 @@ def train(runs: list[Run], machine: Machine, is_enough: Callable[[], bool] = lam
                     code = run.process.returncode
                     raise ValueError(f"{run} failed with exit code {code}. {output}:\n{end}")
                 shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
-                print(f"{run}: {SCORE.format(**result)}")
+                score = f"val_loss {result['val_loss']:.4f}, val_bpb {result['val_bpb']:.4f}"
+                print(f"{run}: {score}, {result['steps']} steps of {result['ms_per_step']:.1f} ms")
     finally:  # each run ends its step and writes a checkpoint
         for run in running:
             print(f"{run}: stopping")

@@ -6,10 +6,8 @@ from pathlib import Path
 
 from trained import files
 
-Row = dict[str, str]
 
-
-def seeds_of(rows: Iterable[Row]) -> list[int]:
+def seeds_of(rows: Iterable[dict]) -> list[int]:
     return [int(seed) for row in rows for seed in row["seeds"].split()]
 
 
@@ -19,7 +17,7 @@ def fresh_seeds(number: int, stored: Iterable[int]) -> list[int]:
     return [seed for seed in range(1, number + len(stored) + 1) if seed not in stored][:number]
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[dict]:
     """Read the rows. Raises ValueError with the line that is damaged."""
     text = path.read_text(encoding="utf-8-sig", errors="replace") if path.exists() else ""
     header, *lines = [line.rstrip("\r").split("\t") for line in text.split("\n")]
@@ -42,7 +40,7 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def write(path: Path, rows: list[Row]) -> None:
+def write(path: Path, rows: list[dict]) -> None:
     """Write the rows. A field has no tabs or line ends, which would break the table."""
     header = list(dict.fromkeys(name for row in reversed(rows) for name in row))
     table = [header, *([row.get(name, "") for name in header] for row in rows)]
@@ -50,7 +48,7 @@ def write(path: Path, rows: list[Row]) -> None:
     files.write_file(path, "".join(lines).encode(errors="backslashreplace"))
 
 
-def update(path: Path, row: Row, evidence: Callable[[list[int]], float]) -> None:
+def update(path: Path, row: dict, evidence: Callable[[list[int]], float]) -> None:
     """Write a row in place of the one with the same change, margin and first seed. All rows of the
     change and the margin get the evidence of all their seeds."""
     rows = read(path)
@@ -64,10 +62,9 @@ def update(path: Path, row: Row, evidence: Callable[[list[int]], float]) -> None
     write(path, [*(old for old in rows if old not in same), row])
 
 
-def claims(rows: list[Row]) -> list[Row]:
+def claims(rows: list[dict]) -> dict[tuple[str, str], dict]:
     """Return a row for each change: of those with its smallest margin, one that is better, if any.
     A margin below 0 claims no gain."""
     order = sorted(rows, key=lambda row: (-float(row["by"]), row["verdict"] == "better"))
     # Of rows with the same key, the last one stays.
-    claims = {(row["baseline"], row["candidate"]): row for row in order if float(row["by"]) >= 0}
-    return list(claims.values())
+    return {(row["baseline"], row["candidate"]): row for row in order if float(row["by"]) >= 0}
