@@ -23,18 +23,15 @@ ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpo
 RESULT = "final_result.json"
 
 
-@pytest.fixture(scope="module")
-def gpt(quantized_knobs) -> GPT:
-    """A model of the shape of the files."""
-    return GPT(Hyperparameters.from_env(quantized_knobs), torch.float32)
-
-
 # ---- damaged and foreign files -------------------------------------------------------------------
 @pytest.mark.parametrize("name", [MODEL, CHECKPOINT, ARTIFACT])
-def test_a_file_cut_short_is_refused_and_a_flipped_byte_is_or_changes_nothing(trained, gpt, name):
+def test_a_cut_file_is_refused_and_a_flipped_byte_is_or_changes_nothing(
+    trained, quantized_knobs, name
+):
     """Most flipped bytes are near either end of the file, where its structure is. Some bytes, such
     as padding, have no meaning."""
     data = (trained[0] / name).read_bytes()
+    gpt = GPT(Hyperparameters.from_env(quantized_knobs), torch.float32)
     for length in (0, 1, 100, len(data) // 2, len(data) - 100, len(data) - 1):
         with pytest.raises(InputError, match=name):
             load_weights(gpt, data[:length], name)
@@ -182,19 +179,16 @@ def test_a_split_that_is_not_the_manifests_is_a_warning(trained, tmp_path, score
     assert "1,501" in warning and "manifest.json" in warning
 
 
-def test_a_file_with_the_result_of_another_run_is_refused(trained, tmp_path, score_knobs):
+def test_a_result_that_is_missing_damaged_or_of_another_run_is_named(
+    trained, tmp_path, score_knobs
+):
     """Knobs of another run may fit but be wrong: another ROPE_BASE gives another score."""
-    path = Path(shutil.copy(trained[0] / MODEL, tmp_path))
-    copy_result(trained[0], tmp_path, {}, crc32={ARTIFACT: 1, MODEL: 2})
-    failed(run_here(tmp_path, score_knobs, score, [str(path)]), MODEL, RESULT, "crc32")
-
-
-def test_a_missing_or_damaged_result_is_named(trained, tmp_path, score_knobs, quantized_knobs):
     path = shutil.copy(trained[0] / ARTIFACT, tmp_path)
-    without = run_here(tmp_path, {**quantized_knobs, "NUM_LAYERS": "3"}, score, [path])
-    failed(without, RESULT)
+    failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} have no knobs")
     (tmp_path / RESULT).write_text("{")
-    failed(run_here(tmp_path, score_knobs, score, [path]), RESULT)
+    failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} is damaged")
+    copy_result(trained[0], tmp_path, {}, crc32={ARTIFACT: 1, MODEL: 2})
+    failed(run_here(tmp_path, score_knobs, score, [path]), ARTIFACT, RESULT, "crc32")
 
 
 @pytest.mark.parametrize("name", [MODEL, CHECKPOINT, ARTIFACT])
