@@ -28,7 +28,6 @@ except ImportError as error:
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_TRAIN_SHARDS = 80
-FILES_AT_ONCE = 8
 
 
 def is_whole(file: Path) -> bool:
@@ -60,9 +59,7 @@ def link_or_copy(source: Path, place: Path) -> None:
         os.replace(temporary, place)
 
 
-def download_file(
-    path: str, root: Path, repo_id: str = files.REPO_ID, remote_root: str = files.REMOTE_ROOT
-) -> None:
+def download_file(path: str, root: Path, repo_id: str, remote_root: str) -> None:
     """Download remote_root/path of a dataset repository to root/path. Raises RuntimeError."""
     name = f"{remote_root.strip('/')}/{path}".lstrip("/")
     try:
@@ -76,16 +73,13 @@ def download_file(
         no_network = isinstance(error, LocalEntryNotFoundError)
         if path == files.SIDECAR and isinstance(error, EntryNotFoundError) and not no_network:
             return
-        reason = " ".join(str(error).split())
-        raise RuntimeError(
-            f"cannot download {path} of {repo_id} from {constants.ENDPOINT}: {reason} (Try again, "
-            "or set MATCHED_FINEWEB_REPO_ID and MATCHED_FINEWEB_REMOTE_ROOT_PREFIX.)"
-        ) from error
+        problem = f"cannot download {path} of {repo_id} from {constants.ENDPOINT}: {error}"
+        advice = "try again, or set MATCHED_FINEWEB_REPO_ID and MATCHED_FINEWEB_REMOTE_ROOT_PREFIX"
+        raise RuntimeError(" ".join(f"{problem}: {advice}".split())) from error
 
 
 def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, int]:
-    """Return the paths that a manifest lists, with the size in bytes of each shard, and 0 for the
-    tokenizer's files. Raises ValueError."""
+    """Return what a manifest lists: bytes of each shard, 0 for a tokenizer's. Raises ValueError."""
     manifest = files.read_manifest(path)
     datasets = manifest["datasets"]
     name = files.DATASET_PREFIX + variant
@@ -99,8 +93,8 @@ def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, 
     if not 0 <= train_shards <= num_train:
         raise ValueError(f"--train-shards {train_shards}: {path} has only {num_train}")
     tokenizer = manifest["tokenizers"][datasets[name]["tokenizer_name"]]
-    names = (tokenizer.get(key) for key in ("model_path", "vocab_path", "path"))
-    paths = dict.fromkeys(filter(None, names), 0)
+    names = ("model_path", "vocab_path", "path")
+    paths = {tokenizer[key]: 0 for key in names if tokenizer.get(key)}
     for split, number in (("val", stats["files_val"]), ("train", train_shards)):
         most, left = manifest.get("shard_size", 0), stats.get(f"tokens_{split}", 0)
         for index in range(number):
@@ -117,7 +111,7 @@ def download(
     if not manifest.exists():
         if skip_manifest:
             raise ValueError(f"{manifest} is missing: run without --skip-manifest")
-        download_file(files.MANIFEST, root)
+        download_file(files.MANIFEST, root, files.REPO_ID, files.REMOTE_ROOT)
     try:
         listed = list_files(manifest, variant, train_shards)
     except KeyError as error:
@@ -129,8 +123,9 @@ def download(
         if place.stat().st_size != listed[path]:
             print(f"{place} was there and is kept: delete it to get the hub's", file=sys.stderr)
     disable_progress_bars()  # one line for all files
-    pool = ThreadPoolExecutor(FILES_AT_ONCE)
-    jobs = [pool.submit(download_file, path, root) for path in missing]
+    pool = ThreadPoolExecutor(max_workers=8)
+    place = (root, files.REPO_ID, files.REMOTE_ROOT)
+    jobs = [pool.submit(download_file, path, *place) for path in missing]
     for job in tqdm(as_completed(jobs), total=len(jobs), unit="file", disable=not jobs):
         job.result()  # raises the first failure at once
     return f"{root}: {len(missing)} files downloaded, {len(paths) - len(missing)} were there"
@@ -146,11 +141,8 @@ def main() -> None:
     parser = files.start_program(__doc__)
     parser.add_argument("--variant", default="sp1024", help="sp1024, ..., byte260")
     number = parser.add_mutually_exclusive_group()
-    count = {
-        "type": files.number(int, 0),
-        "metavar": "N",
-        "help": f"train shards (default {DEFAULT_TRAIN_SHARDS})",
-    }
+    shards = f"train shards (default {DEFAULT_TRAIN_SHARDS})"
+    count = {"type": files.number(int, 0), "metavar": "N", "help": shards}
     number.add_argument("--train-shards", **count)
     number.add_argument("bare", nargs="?", **count)
     parser.add_argument("--skip-manifest", action="store_true", help="never download the manifest")

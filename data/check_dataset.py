@@ -3,8 +3,7 @@
     python3 data/check_dataset.py DATASET_DIR --tokenizer MODEL [--manifest FILE]
 
 Reads every shard, then prints counts, the beginnings of the first documents, and how many
-validation documents are also in train shards. If something is wrong, prints a line for each
-problem to stderr and exits with 1.
+validation documents are also in train shards. Exits with 1 after a line for each problem.
 """
 
 import collections
@@ -32,8 +31,7 @@ WRONG_TOKENIZER = f"set --tokenizer to the model that made it, or {GET_AGAIN}"
 
 
 def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[int, int, list[str]]:
-    """Return the numbers of documents and of bytes of text, and the beginnings of the first
-    documents. Raises ValueError if another tokenizer made the tokens."""
+    """Return a shard's numbers of documents and bytes, and its first texts. Raises ValueError."""
     import train_gpt  # not for --help: torch takes seconds
 
     tokens = np.fromfile(path, "<u2", offset=files.HEADER_BYTES)
@@ -70,10 +68,9 @@ def hash_documents(paths: Iterable[Path], bos_id: int) -> Iterator[tuple[int, in
 def find_leaks(
     val_paths: Iterable[Path], train_paths: Iterable[Path], bos_id: int
 ) -> tuple[int, int, int]:
-    """Compare all documents of two lists of good shards, with one shard in memory at a time. Return
-    how many validation documents there are, how many are also in the train shards, and how many
-    make a leak: RUN different ones in a row (or all, if there are fewer), or more than a tenth of
-    the documents of LONG tokens or more."""
+    """Return how many documents good validation shards have, how many of them are also in the train
+    shards, and how many make a leak: RUN different ones in a row (or all, if there are fewer), or
+    more than a tenth of those of LONG tokens or more. One shard is in memory at a time."""
     val, lengths = zip(*hash_documents(val_paths, bos_id), strict=True)
     known, repeated, leaked = {*val}, set(), set()
     # Rows that repeat a document are left out: short ones may follow each other by chance.
@@ -99,11 +96,10 @@ def check_leaks(folder: Path, bos_id: int) -> list[str]:
     docs, repeated, leaked = find_leaks(*paths, bos_id)
     print(f"val: {repeated} of {docs} documents ({repeated / docs:.2%}) are also in train shards")
     if leaked:
-        return [
-            f"{folder}: {leaked} of {docs} validation documents are in the train shards, so a "
-            "score on them is worth nothing: remove duplicates from your text, or, if the splits "
-            f"were made with different --num-val-docs, {GET_AGAIN}, both splits at once"
-        ]
+        problem = f"{folder}: {leaked} of {docs} validation documents are in the train shards"
+        duplicates = "a score on them is worth nothing: remove duplicates from your text"
+        splits = f"if the splits were made with different --num-val-docs, {GET_AGAIN}, both at once"
+        return [f"{problem}, so {duplicates}, or, {splits}"]
     if 10 * repeated > docs:
         print(f"WARNING: many documents of under {LONG} tokens repeat, which lowers the score")
     return []

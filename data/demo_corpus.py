@@ -9,8 +9,6 @@ The same Python version always gives the same bytes. Complete files stay until t
 
 import ast
 import hashlib
-import lzma
-import platform
 import re
 import sys
 import sysconfig
@@ -26,7 +24,6 @@ import files
 import tokenizer_tools
 
 HERE = Path(__file__).resolve().parent
-VOCAB_SIZE = 1024
 NUM_VAL_SOURCES = 40  # modules and topics
 # A text of up to 1,500 characters, or a piece of a longer one, up to the first blank line after 600
 # characters or the end.
@@ -72,16 +69,8 @@ def split_documents(sources: dict[str, list[str]]) -> tuple[list[str], list[str]
     return [*val], sorted(train - val.keys(), key=digest)
 
 
-def strongest_lzma(data: bytes) -> int:
-    """Return the smallest size in bytes under lzma's settings for text, without a container."""
-    best = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lp": 0}
-    filters = [{**best, "lc": lc, "pb": pb} for lc in range(5) for pb in range(3)]
-    return min(len(lzma.compress(data, lzma.FORMAT_RAW, filters=[f])) for f in filters)
-
-
 def sha256_sums(dataset: Path, tokenizer: Path) -> dict[str, str]:
-    """Hash the demo's three files and the code that makes them, so that new code makes new files.
-    Raises OSError if a file is missing."""
+    """Hash the demo's files and the code that makes them. Raises OSError if a file is missing."""
     made = {"tokenizer": tokenizer, "train": dataset / TRAIN, "val": dataset / VAL}
     contents = {name: path.read_bytes() for name, path in made.items()}
     modules = (caseops.__file__, files.__file__, tokenizer_tools.__file__)
@@ -104,24 +93,23 @@ def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
     once: each renames the same bytes into place."""
     val, train = split_documents(collect_sources())
     documents = val + train
+    lzma_score = tokenizer_tools.lzma_score(val)
     # SentencePiece skips long sentences, so it gets the lines of the documents.
     lines = (line for text in train for line in text.splitlines() if line)
-    val_text = "".join(map(caseops.normalize, val)).encode()  # the bytes that count
     settings = {}
     if with_caseops:
         lines, settings = map(caseops.encode, lines), caseops.TRAINER_SETTINGS
         val, train = [[caseops.encode(text) for text in split] for split in (val, train)]
-    model = tokenizer_tools.train_sentencepiece(lines, vocab_size=VOCAB_SIZE, **settings)
+    model = tokenizer_tools.train_sentencepiece(lines, vocab_size=1024, **settings)
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
     files.write_file(tokenizer, model)
     files.write_shard(dataset / VAL, tokenizer_tools.encode_texts(sp, 1, val))
     files.write_shard(dataset / TRAIN, tokenizer_tools.encode_texts(sp, 1, train))
     facts = {
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
         "documents": len(documents),
         "text_bytes": sum(len(text.encode()) for text in documents),
-        "validation_bytes": len(val_text),
-        "lzma_bpb": 8 * strongest_lzma(val_text) / len(val_text),
+        "lzma": lzma_score,
         "sha256": sha256_sums(dataset, tokenizer),
         "caseops": with_caseops,
     }
@@ -146,8 +134,7 @@ def main() -> None:
     counts = f"documents:{facts['documents']} bytes:{facts['text_bytes']}"
     print(f"demo_corpus:{counts} python:{facts['python']}")
     print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))
-    num_bytes = facts["validation_bytes"]
-    print(f"demo_corpus:lzma_bpb:{facts['lzma_bpb']:.4f} (lzma on {num_bytes} validation bytes)")
+    print(f"demo_corpus:{facts['lzma']}")
 
 
 if __name__ == "__main__":

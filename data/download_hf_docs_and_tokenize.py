@@ -14,7 +14,6 @@ import functools
 import hashlib
 import itertools
 import json
-import lzma
 import math
 import mmap
 import os
@@ -40,21 +39,18 @@ from files import number
 from tokenizer_tools import Spec, read_specs
 
 HERE = Path(__file__).resolve().parent
-PIPED_DOCS = "docs_piped"  # a copy of documents from a pipe
 MIXED_DOCS = "docs_mixed"  # a copy of documents from several files, or shuffled
 DEFAULT_NUM_VAL_DOCS = 50_000
 # A document of plain text ends at the first blank line after 2,000 bytes (CR do not count).
 TEXT_DOCUMENT = re.compile(rb"(?s)\S(?:\r*[^\r]){1999}.*?(?=\n\s*\n|\Z)|\S.*")
 JSON_LINE = re.compile(rb'(\xef\xbb\xbf)?\s*{[^\n]*"text"\s*:')
-COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"BZh", b"PK\3\4")  # gzip ... zip
 
 
 def number_in(variable: str, default: int, most: int) -> int:
     try:
         return number(int, 1, most)(os.environ.get(variable, str(default)))
     except argparse.ArgumentTypeError as error:
-        print(f"{variable}: {error}", file=sys.stderr)
-        sys.exit(2)
+        files.start_program(None).error(f"{variable}: {error}")
 
 
 BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512, most=2**20)  # documents
@@ -73,7 +69,7 @@ def find_files(names: list[str], output: Path) -> list[Path]:
                 raise ValueError(f"{path} has no .txt or .jsonl files: name its files after --docs")
             paths += found
         elif name == "-" or path.is_fifo():
-            paths.append(output / f"{PIPED_DOCS}{len(paths) or ''}")  # a second one: docs_piped1
+            paths.append(output / f"docs_piped{len(paths) or ''}")  # a second one: docs_piped1
             with open(0 if name == "-" else name, "rb") as pipe, open(paths[-1], "wb") as file:
                 shutil.copyfileobj(pipe, file)
         elif path.exists():
@@ -87,10 +83,9 @@ def mix_documents(paths: list[Path], seed: int | None, output: Path) -> Path:
     """Copy the documents of all files to one file of JSON lines, shuffled if there is a seed."""
     starts: list[int] = []
     with tempfile.TemporaryFile(dir=output) as copy:
-        for path in paths:
-            for text in read_documents(path):
-                starts.append(copy.tell())
-                copy.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+        for text in itertools.chain.from_iterable(map(read_documents, paths)):
+            starts.append(copy.tell())
+            copy.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
         if seed is not None:
             random.Random(seed).shuffle(starts)
         with open(output / MIXED_DOCS, "wb") as mixed:
@@ -105,10 +100,9 @@ def read_documents(path: Path) -> Iterator[str]:
     with open(path, "rb") as file:
         start = file.read(2**16)
         file.seek(0)
-        if start.startswith(COMPRESSED):
-            raise ValueError(f"{path} is compressed: decompress it first")
-        if start.startswith(b"%PDF") or b"\0" in start:
-            raise ValueError(f"{path} is not UTF-8 text: extract its text, or convert it")
+        if start.startswith((b"%PDF", b"\x1f\x8b", b"BZh", b"(\xb5/\xfd")) or b"\0" in start:
+            advice = "decompress it, extract its text, or convert it"
+            raise ValueError(f"{path} is compressed or not UTF-8 text: {advice}")
         is_json = path.suffix in (".jsonl", ".json") or JSON_LINE.match(start)
         unit, documents = "line", file
         if start and not is_json:
@@ -125,8 +119,8 @@ def read_documents(path: Path) -> Iterator[str]:
                 before = document[: error.start].decode(errors="replace")[-40:]
                 place = f"{path}: {unit} {number}, after {before!r} is not UTF-8"
                 iconv = f"iconv -c -f utf-8 -t utf-8 {shlex.quote(str(path))} > fixed.txt"
-                advice = f"{iconv} removes such bytes; for Latin-1, use -f latin1"
-                raise ValueError(f"{place}: {advice}") from None
+                advice = "removes such bytes; for Latin-1, use -f latin1"
+                raise ValueError(f"{place}: {iconv} {advice}") from None
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise ValueError(f'{path}: line {number} must be {{"text": "..."}}') from None
 
@@ -155,22 +149,12 @@ def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> 
     return {"val": num_val_docs, "train": num_docs - num_val_docs}
 
 
-def print_lzma_score(texts: Iterator[str]) -> None:
-    """Print lzma's bits per byte of these texts, or of their first 10 MB."""
-    data = "".join(map(caseops.normalize, texts)).encode()[: 10**7]  # the bytes that count
-    settings = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}
-    bpb = 8 * len(lzma.compress(data, lzma.FORMAT_RAW, filters=[settings])) / max(len(data), 1)
-    print(f"val: lzma_bpb:{bpb:.4f} (lzma on {len(data)} validation bytes)")
-
-
 def describe_documents(
     args: argparse.Namespace, docs: Path, num_docs: dict[str, int], sidecar: dict | None
 ) -> dict[str, Any]:
     """Return the manifest's entries about the documents."""
-    digest = hashlib.sha256()
     with open(docs, "rb") as file:
-        for line in file:
-            digest.update(line)
+        digest = hashlib.sha256(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     total = sum(num_docs.values())
     path = os.path.relpath(docs.with_name(files.SIDECAR), args.output_root)
     return {
@@ -222,23 +206,22 @@ def export_dataset(
     return stats
 
 
-def print_training_command(
-    spec: Spec, tokenizer: dict[str, Any], stats: dict[str, int], output: Path
-) -> None:
-    size, wanted = tokenizer["vocab_size"], spec.fields.get("vocab_size", 0)
+def print_training_command(spec: Spec, dataset: dict[str, Any], output: Path) -> None:
+    stats, size = dataset["stats"], dataset["vocab_size"]
+    wanted = spec.fields.get("vocab_size", 0)
     if size < wanted:
         print(f"WARNING: {spec.dataset} has {size} pieces, not {wanted}: use VOCAB_SIZE={size}")
     val_tokens = stats["tokens_val"]
     if spec.kind == tokenizer_tools.BYTE or min(val_tokens, stats["tokens_train"]) < 2:
         return  # train_gpt.py does not take bytes, and needs both splits
-    data, model = output / "datasets" / spec.dataset, output / tokenizer["model_path"]
+    data, model = output / dataset["path"], output / "tokenizers" / spec.file
     knobs = f"DATA_PATH={shlex.quote(str(data))} TOKENIZER_PATH={shlex.quote(str(model))}"
     knobs += f" VOCAB_SIZE={size}"
     if val_tokens < 2000:
         docs = math.ceil(2000 * stats["docs_val"] / val_tokens)
-        fits = 2 * docs <= stats["docs_total"]
-        longer = f"a text {math.ceil(20 * docs / stats['docs_total'])} times as long"
-        enough = f"--num-val-docs {docs}" if fits else longer
+        enough = f"--num-val-docs {docs}"
+        if 2 * docs > stats["docs_total"]:
+            enough = f"a text {math.ceil(20 * docs / stats['docs_total'])} times as long"
         few = f"{val_tokens} validation tokens are so few that a score on them says little"
         print(f"WARNING: {few}: {enough} should be enough")
     if val_tokens <= 1024:  # too few for the default
@@ -331,16 +314,16 @@ def rebuild(args: argparse.Namespace) -> None:
     if sidecar is None and args.shuffle is None and num_docs["val"] > 1:
         note = f"Note: validation is the first {num_docs['val']} documents. If yours are sorted, or"
         print(f"{note} from several sources, add --shuffle 1 to mix them.")
-    print_lzma_score(itertools.islice(read_documents(docs), num_docs["val"]))
+    val_texts = itertools.islice(read_documents(docs), num_docs["val"])
+    print(f"val: {tokenizer_tools.lzma_score(val_texts)}")
     about = describe_documents(args, docs, num_docs, sidecar)
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
     entries = write_datasets(specs, docs, num_docs, cut, args.chunk_tokens, output)
     settings = {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
     files.write_json(output / files.MANIFEST, {**settings, **about, **entries})
     (output / files.UNFINISHED_MANIFEST).unlink()
-    made = (entries[kind][-len(specs) :] for kind in ("tokenizers", "datasets"))
-    for spec, tokenizer, dataset in zip(specs, *made, strict=True):
-        print_training_command(spec, tokenizer, dataset["stats"], output)
+    for spec, dataset in zip(specs, entries["datasets"][-len(specs) :], strict=True):
+        print_training_command(spec, dataset, output)
 
 
 def size_and_model(text: str) -> tuple[int, str]:
@@ -359,9 +342,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--repo-id", default=files.REPO_ID)
     add("--remote-root", default=files.REMOTE_ROOT)
     which, size = parser.add_mutually_exclusive_group(), number(int, 1, 2**16)
-    which.add_argument(
-        "--vocab-size", type=size, metavar="N", help="make one SentencePiece tokenizer"
-    )
+    which.add_argument("--vocab-size", type=size, metavar="N", help="make one tokenizer")
     which.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")
     add("--num-val-docs", type=number(int, 0), metavar="N", help="default: 5 %% of your own")
     shard_size = number(int, 1, 2**31 - 1)  # a shard counts tokens in an int32

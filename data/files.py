@@ -42,16 +42,15 @@ def write_to_reader(write: Callable[[bytes], int], data: bytes) -> int:
 
 
 def start_program(doc: str | None) -> argparse.ArgumentParser:
-    """Let stdout print any text, and return a parser whose help shows this docstring."""
+    """Let stdout print any text, line by line. Return a parser whose help shows this docstring."""
     with contextlib.suppress(AttributeError):  # a closed stdout
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     if sys.stdout and sys.stdout is sys.__stdout__:  # not pytest's
         file = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)  # the latter with python -u
         file.write = functools.partial(write_to_reader, file.write)
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=layout)
-    # One line, without the usage.
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line
     return parser
 
 
@@ -77,23 +76,19 @@ def number(
 
 def cores() -> int:
     """Return the number of cores that this process may use: taskset and SLURM can limit them."""
-    try:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
+    return os.cpu_count() or 1
 
 
 def count_tokens(path: Path) -> int:
     """Return the number of tokens in a shard. Raises ValueError if header or size is wrong."""
     size = path.stat().st_size
     with open(path, "rb") as file:
-        start = file.read(HEADER_BYTES)
-    if len(start) < HEADER_BYTES:
-        raise ValueError(f"{path}: {size} bytes are too few for a shard")
-    magic, version, num_tokens = struct.unpack_from("<3i", start)
+        magic, version, num_tokens = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
     if (magic, version) != (MAGIC, VERSION):
-        raise ValueError(f"{path} is not a shard: magic {magic}, version {version}")
-    if size != HEADER_BYTES + 2 * num_tokens:
+        raise ValueError(f"{path} is not a shard: {size} bytes, magic {magic}, version {version}")
+    if size < HEADER_BYTES or size != HEADER_BYTES + 2 * num_tokens:
         raise ValueError(f"{path}: {size} bytes, but its header says {num_tokens} tokens")
     return num_tokens
 

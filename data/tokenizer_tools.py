@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import lzma
 import math
 import re
 from collections import Counter
@@ -29,7 +30,6 @@ TRAINER_SETTINGS: dict[str, Any] = {
     "minloglevel": 2,
     **SPECIAL_IDS,
 }
-MAX_SENTENCE_BYTES = 4192  # SentencePiece's default; training skips longer sentences
 
 SENTENCEPIECE, BYTE = "sentencepiece_bpe", "byte"
 VOCAB_SIZES = {SENTENCEPIECE: range(1, 2**16 + 1), BYTE: [260]}  # tokens are uint16
@@ -37,17 +37,14 @@ SENTENCEPIECE_NAMES = ("sentencepiece_bpe", "sentencepiece", "build_sentencepiec
 BYTE_NAMES = ("byte", "pure_byte", "bytes", "build_pure_byte_tokenizer")
 KINDS = dict.fromkeys(SENTENCEPIECE_NAMES, SENTENCEPIECE) | dict.fromkeys(BYTE_NAMES, BYTE)
 FIELDS = {"kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int}
-BYTE_FIELDS = {**FIELDS, "filename": str}
 SENTENCEPIECE_FIELDS = {
     **FIELDS, "model_prefix": str, "reuse_model_path": str, "tokenizer_train_docs": int,
     "trainer_overrides": dict, "caseops": bool
 }  # fmt: skip
-CASEOPS_SUFFIX = "_caseops"  # added to the name, the dataset and the files
 
 
 def train_sentencepiece(sentences: Iterable[str], **settings: Any) -> bytes:
-    """Train a SentencePiece model; `settings` override the challenge's. The same sentences in the
-    same order give the same bytes. Raises RuntimeError or ValueError."""
+    """Train a SentencePiece model. Raises RuntimeError or ValueError."""
     model = io.BytesIO()
     settings = {**TRAINER_SETTINGS, **settings, "sentence_iterator": iter(sentences)}
     SentencePieceTrainer.train(model_writer=model, **settings)
@@ -82,7 +79,7 @@ class Spec:
 
 def check_fields(fields: dict[str, Any], kind: str) -> None:
     """Raise ValueError if a field is unknown or has an invalid value."""
-    types = BYTE_FIELDS if kind == BYTE else SENTENCEPIECE_FIELDS
+    types = {**FIELDS, "filename": str} if kind == BYTE else SENTENCEPIECE_FIELDS
     for field, value in fields.items():
         if field not in types:
             known = ", ".join(sorted(types))
@@ -99,14 +96,27 @@ def check_fields(fields: dict[str, Any], kind: str) -> None:
         raise ValueError(f"caseops sets {min(both)} itself: leave it out of trainer_overrides")
 
 
-def make_spec(fields: dict[str, Any], kind: str) -> Spec:
-    """Fill in the defaults and read a model to reuse. Raises ValueError or OSError."""
+def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int, str]) -> Spec:
+    """Make a spec from an entry, and read a model to reuse. Raises ValueError or OSError."""
+    fields = {field: value for field, value in entry.items() if value is not None}
+    size = fields.get("vocab_size")
+    if isinstance(size, str) and size.isdecimal():
+        size = fields["vocab_size"] = int(size)
+    default = BYTE if fields.get("dataset_suffix") == "byte260" else SENTENCEPIECE
+    name = str(fields.get("kind", fields.get("builder", default))).rpartition(":")[2]
+    if name not in KINDS:
+        raise ValueError(f"kind or builder {name!r} is not one of {', '.join(KINDS)}")
+    kind = KINDS[name]
+    if kind == SENTENCEPIECE:
+        fields |= {name: value for name, value in overrides.items() if value}
+        if size in reused:
+            fields["reuse_model_path"] = reused[size]
+    check_fields(fields, kind)
     if kind == BYTE:
         dataset = DATASET_PREFIX + fields.get("dataset_suffix", "byte260")
         file = fields.get("filename", "fineweb_pure_byte_260.json")
         return Spec(fields, kind, fields.get("name", "pure_byte_260"), dataset, file)
-    size = fields.get("vocab_size")
-    suffix = CASEOPS_SUFFIX if fields.get("caseops") else ""
+    suffix = "_caseops" if fields.get("caseops") else ""
     model = None
     if "reuse_model_path" in fields:
         path = Path(fields["reuse_model_path"]).expanduser()
@@ -128,42 +138,17 @@ def make_spec(fields: dict[str, Any], kind: str) -> Spec:
     return Spec(fields, kind, name, dataset, file, model)
 
 
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    """Read a file of specs. Raises ValueError or OSError."""
-    entries = read_json(path)
-    if isinstance(entries, dict):
-        entries = entries.get("tokenizer_specs", entries.get("tokenizers"))
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{path} must be a list of objects, or have one under tokenizer_specs")
-    return entries
-
-
-def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int, str]) -> Spec:
-    """Make a spec from an entry of the file. Raises ValueError or OSError."""
-    fields = {field: value for field, value in entry.items() if value is not None}
-    size = fields.get("vocab_size")
-    if isinstance(size, str) and size.isdecimal():
-        size = fields["vocab_size"] = int(size)
-    default = BYTE if fields.get("dataset_suffix") == "byte260" else SENTENCEPIECE
-    name = str(fields.get("kind", fields.get("builder", default))).rpartition(":")[2]
-    if name not in KINDS:
-        raise ValueError(f"kind or builder {name!r} is not one of {', '.join(KINDS)}")
-    kind = KINDS[name]
-    if kind == SENTENCEPIECE:
-        fields |= {name: value for name, value in overrides.items() if value}
-        if size in reused:
-            fields["reuse_model_path"] = reused[size]
-    check_fields(fields, kind)
-    return make_spec(fields, kind)
-
-
 def read_specs(
     source: Path | int, overrides: dict[str, Any], reused: dict[int, str], skip_byte: bool
 ) -> list[Spec]:
     """Make the specs in a file, or one for a vocabulary size. `overrides` are fields; `reused` has
     paths of models by vocabulary size. Raises ValueError or OSError."""
-    entries = [{"vocab_size": source}] if isinstance(source, int) else read_entries(source)
     place = f"--vocab-size {source}" if isinstance(source, int) else str(source)
+    entries = [{"vocab_size": source}] if isinstance(source, int) else read_json(source)
+    if isinstance(entries, dict):
+        entries = entries.get("tokenizer_specs", entries.get("tokenizers"))
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{place} must be a list of objects, or have one under tokenizer_specs")
     taken: set[str] = set()  # names, datasets and files
     specs = []
     for number, entry in enumerate(entries, start=1):
@@ -214,7 +199,7 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
     settings["required_chars"] = "".join([*settings.get("required_chars", ""), "\u2581"])
     counts: Counter[str] = Counter()
     try:
-        limit = int(settings.get("max_sentence_length", MAX_SENTENCE_BYTES))
+        limit = int(settings.get("max_sentence_length", 4192))  # SentencePiece's default
         model = train_sentencepiece(sentences_of(texts, limit, cut, counts), **settings)
     except (RuntimeError, ValueError) as error:
         reason = re.sub(r".*\.cc\(\d+\) \[.*\] ", "", str(error))  # its file, line and condition
@@ -261,3 +246,11 @@ def encode_texts(sp: SentencePieceProcessor | None, threads: int, texts: list[st
     tokens = np.frombuffer(data, dtype=np.uint8).astype("<u2") + BYTE_OFFSET
     tokens[tokens == 255 + BYTE_OFFSET] = SPECIAL_IDS["bos_id"]
     return tokens
+
+
+def lzma_score(texts: Iterable[str]) -> str:
+    """Return a line: lzma's bits per byte of the validation texts, or of their first 10 MB."""
+    data = "".join(map(caseops.normalize, texts)).encode()[: 10**7]  # the bytes that count
+    settings = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}
+    bpb = 8 * len(lzma.compress(data, lzma.FORMAT_RAW, filters=[settings])) / max(len(data), 1)
+    return f"lzma_bpb:{bpb:.4f} (lzma on {len(data)} validation bytes)"

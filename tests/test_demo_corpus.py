@@ -28,7 +28,6 @@ def test_a_demo_of_an_older_script_is_made_again(tmp_path, monkeypatch, capsys, 
     """Otherwise a score on its text would pass for one on today's text."""
     older, dataset, tokenizer = tmp_path / "older.py", tmp_path / "dataset", tmp_path / "a.model"
     older.write_text("an older script")
-    monkeypatch.setattr(demo_corpus, "strongest_lzma", len)
     monkeypatch.setattr(demo_corpus, "NUM_VAL_SOURCES", 4)
     monkeypatch.setattr("sys.argv", ["", f"--dataset={dataset}", f"--tokenizer={tokenizer}"])
     for script, texts in ((older, TEXTS[9:]), (module.__file__, TEXTS)):

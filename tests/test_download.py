@@ -18,6 +18,7 @@ import pytest
 huggingface_hub = pytest.importorskip("huggingface_hub")
 import cached_challenge_fineweb  # noqa: E402
 import download_hf_docs_and_tokenize as rebuild  # noqa: E402
+from runs import run_here  # noqa: E402
 from texts import write_documents, write_shard  # noqa: E402
 
 PREFIX = "/datasets/willdepueoai/parameter-golf/resolve/main/datasets/"
@@ -211,11 +212,6 @@ def test_an_error_is_one_line(hub, tmp_path):
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('No module named x')")
     errors = errors_of(start(hub, **environ), 1)
     assert errors == "No module named x: pip install -r data/requirements.txt\n"
-
-
-@pytest.mark.parametrize("arguments", [["--train-shards=-1"], ["--train-shards=1.5"], ["x"]])
-def test_a_number_of_shards_that_cannot_be_is_an_error(monkeypatch, capsys, arguments):
-    monkeypatch.setattr(sys, "argv", ["cached_challenge_fineweb.py", *arguments])
-    with pytest.raises(SystemExit, match="^2$"):
-        cached_challenge_fineweb.main()
-    assert "is not a whole number >= 0\n" in capsys.readouterr().err
+    for argument in ("--train-shards=-1", "--train-shards=1.5", "x"):
+        result = run_here(tmp_path, {}, cached_challenge_fineweb, [argument])
+        assert result.returncode == 2 and "is not a whole number >= 0\n" in result.stderr

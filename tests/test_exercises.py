@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import train_record
-from edits import EXERCISES
+from edits import edit_script
 from runs import ALONE, ROOT, SCRIPT, process_environ, run_ranks
 from scripts import RECORDS
 
@@ -31,19 +31,12 @@ def read_code(number: int) -> list[str]:
     return [line.strip() for line in exercise.splitlines() if line.startswith("    ")]
 
 
-def edit(source: str, number: int) -> str:
-    for old, new in EXERCISES[number].items():
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
-
-
 @pytest.mark.baseline
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 7])
 def test_the_page_shows_its_edits(number):
     """The lines that an edit changes are those of the page; exercise 6 has its code elsewhere."""
     old = SCRIPT.read_text(encoding="utf-8").splitlines()
-    edited = edit(SCRIPT.read_text(encoding="utf-8"), number).splitlines()
+    edited = edit_script(SCRIPT.read_text(encoding="utf-8"), [number]).splitlines()
     changed = {line.split("  #")[0].strip() for line in edited if line not in old}
     assert changed == {line for line in read_code(number) if not re.match(COMMAND, line)}
 
@@ -71,7 +64,7 @@ def test_the_commands_run(tmp_path, knobs, number):
         if not re.match(COMMAND, line) or (number == 6 and not is_edited):
             if not is_edited:
                 script = copy / "train_gpt.py"
-                script.write_text(edit(script.read_text(encoding="utf-8"), number))
+                script.write_text(edit_script(script.read_text(encoding="utf-8"), [number]))
             is_edited = True
         if re.match(COMMAND, line):
             result = run(line)

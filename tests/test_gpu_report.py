@@ -42,13 +42,13 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch, capsys)
     assert begun == ["fails", "hangs", "works"]
 
 
-def test_without_a_gpu_it_says_so_at_once(tmp_path, monkeypatch, capsys):
+def test_no_gpu_and_no_timed_step_are_errors_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(sys, "argv", ["gpu_report.py"])
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="^2$"):
-        gpu_report.main()
-    assert "no GPU here: --tiny" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+    result = run_here(tmp_path, {}, gpu_report)
+    assert result.returncode == 2 and "no GPU here: --tiny" in result.stderr
+    result = run_here(tmp_path, {}, bench_step, ["--rounds=0"])
+    assert result.returncode == 2 and "'0' is not a whole number >= 1" in result.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.baseline
@@ -71,9 +71,8 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     assert gpu_report.main() == 0, read_report(tmp_path)
-    product, copied, first, second, third, export, *demos, losses, tests = read_report(
-        tmp_path
-    ).values()
+    rows = read_report(tmp_path).values()
+    product, copied, first, second, third, export, *demos, losses, tests = rows
     assert re.fullmatch(r"[\d.]+ TFLOP/s, 128 x 128 in bf16", product)
     assert re.fullmatch(r"[\d.]+ TB/s read and written, 16 MiB", copied)
     assert len(re.findall(r"\d ms +\d+ x `[^`]+`<br>", first)) == 10
@@ -83,13 +82,6 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     assert all(re.match(r"final_int8_zlib_roundtrip_exact val_loss:\d", demo) for demo in demos)
     assert losses == "5 steps, largest difference 0.0000 nats"
     assert " skipped in " in tests
-
-
-def test_no_timed_step_is_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--rounds=0"])
-    with pytest.raises(SystemExit, match="^2$"):
-        bench_step.main()
-    assert "--rounds: '0' is not a whole number >= 1" in capsys.readouterr().err
 
 
 @pytest.mark.baseline

@@ -27,7 +27,7 @@ def run(folder: Path, *command: str | Path, **environ: str) -> subprocess.Comple
 
 @pytest.mark.parametrize("script", [SCRIPT, pytest.param(RECORD, marks=pytest.mark.baseline)])
 def test_a_minified_script_scores_on_two_ranks_as_the_script(tmp_path, knobs, script):
-    packed = tmp_path / "packed.py"
+    packed = tmp_path / "made" / "packed.py"
     result = run(tmp_path, PACK, "--minify", script, packed)
     assert result.stdout.endswith(f"packed.py: {packed.stat().st_size} bytes\n")
     environ = {**knobs, "XSA_LAYERS": "1", "SKIP_GATES": "1"}  # knobs of the record script
@@ -79,12 +79,6 @@ for path in {programs}:
     result = run(tmp_path, option, "-c", code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("usage: ") == len(programs) > 3
-
-
-def test_the_folder_of_the_packed_script_is_made(tmp_path):
-    (tmp_path / "script.py").write_text("print(1)\n")
-    run(tmp_path, PACK, "script.py", "a/b/packed.py").check_returncode()
-    assert (tmp_path / "a/b/packed.py").is_file()
 
 
 def test_an_error_writes_nothing(tmp_path):

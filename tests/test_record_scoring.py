@@ -14,7 +14,7 @@ import torch
 import train_record
 from runs import ALONE, run_ranks, scores
 from scripts import random_model, read
-from texts import write_shard
+from texts import train_tokenizer, write_shard
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from train_record import GPT, find_hints, lora_ttt
@@ -329,3 +329,18 @@ def test_adapters_learn_from_losses_without_hints(knobs, order, counted):
     hits = [change < 0 for hint, target, change in rows if hint == target]
     misses = [change > 0 for hint, target, change in rows if 0 <= hint != target]
     assert all(hits) and all(misses) and len(hits) > 5 and len(misses) > 5
+
+
+def test_documents_begin_at_the_tokenizers_bos(knobs, tmp_path):
+    """The model itself knows only token 1, so a mask of documents needs a tokenizer that has it."""
+    tokenizer = tmp_path / "other.model"
+    tokenizer.write_bytes(train_tokenizer(bos_id=2, eos_id=1))
+    environ = {**knobs, "TOKENIZER_PATH": str(tokenizer)}
+    from_env = train_record.Hyperparameters.from_env
+    validation = train_record.Validation(from_env(environ))
+    assert (validation.bos, train_record.Validation(from_env(knobs)).bos) == (2, BOS)
+    tokens = torch.tensor([BOS, 5, 2, 6, BOS, 2, 7, 8]).to(torch.uint16)
+    places = train_record.split_documents(tokens, validation.bos)
+    assert sorted(place.start for place in places) == [0, 2, 5]
+    with pytest.raises(train_record.InputError, match="its BOS is not 1: set DOCUMENT_MASK=0"):
+        train_record.Validation(from_env({**environ, "DOCUMENT_MASK": "1"}))

@@ -2,6 +2,7 @@
 averages; resumed runs, two ranks and stages of whole records."""
 
 import functools
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -278,6 +279,7 @@ def test_a_record_resumes_and_runs_on_two_ranks(
     finished(run_here(rest, {**environ, "RESUME": "auto"}, train_record))
     assert same_models(whole, rest)
     arguments = [str(whole / "final_model.int8.ptz"), "--script", train_record.__file__]
+    assert json.loads((whole / "final_result.json").read_text())["gptq_ms"] > 0
     scored = finished(run_here(whole, environ, score, arguments))
     assert scores(scored[-1]) == scores(lines[-1])
     first, second = run_ranks(ranks, environ, 2, edit=be_a_record)

@@ -152,9 +152,9 @@ NEIGHBOURS = {  # edits of Muon that other projects have found to help
 TOGETHER = [*README, "swiglu", "untied", "codec", "dropout", "ten_layers"]
 
 
-def edit_script(source: str, names: list[str]) -> str:
+def edit_script(source: str, names: list) -> str:
     for name in names:
-        for old, new in {**EDITS, **PARTS, **NEIGHBOURS}[name].items():
+        for old, new in {**EDITS, **PARTS, **NEIGHBOURS, **EXERCISES}[name].items():
             if source.count(old) != 1:
                 raise ValueError(f"{name}: {old!r} occurs {source.count(old)} times")
             source = source.replace(old, new)

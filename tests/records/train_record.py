@@ -2241,7 +2241,7 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
     try:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]
+        problem = " ".join(str(error).split())[:300].rstrip(" ,")
         advice = (
             "use its run's knobs (final_result.json) and script (logs/RUN_ID.txt begins with it)"
         )

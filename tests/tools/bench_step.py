@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import plain
 from files import number, start_program, write_shard
-from plain import PlainGPT, PlainOptimizers, batches, plain_step
 
 import train_gpt
 
@@ -36,7 +35,6 @@ def measure(steps: dict[str, Callable], rounds: int, device: torch.device) -> di
     synchronize = torch.get_device_module(device).synchronize
     for _ in range(rounds + 2):
         for name, step in steps.items():
-            synchronize()
             started = time.perf_counter()
             step()
             synchronize()
@@ -64,7 +62,7 @@ def list_kernels(step: Callable, device: torch.device) -> list[str]:
     return [f"{getattr(e, name) / 1000:9.2f} ms {e.count:5} x `{e.key[:80]}`" for e in events[:10]]
 
 
-def main() -> None:
+def main() -> int:
     parser = start_program(__doc__)
     parser.add_argument("--rounds", type=number(int, 1), default=15, help="timed steps (15)")
     parser.add_argument("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
@@ -75,10 +73,8 @@ def main() -> None:
         train_gpt.attention_backends = lambda device, seq_len: backends
     with tempfile.TemporaryDirectory() as folder:
         hp = train_gpt.Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
-        rng = np.random.default_rng(0)
-        for i in range(4):
-            tokens = rng.integers(hp.vocab_size, size=1_000_000).astype("<u2")
-            write_shard(Path(folder, f"fineweb_train_{i:06d}.bin"), tokens)
+        tokens = np.random.default_rng(0).integers(hp.vocab_size, size=4_000_000).astype("<u2")
+        write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
         runtime = train_gpt.open_runtime(hp)
         report = print if runtime.rank == 0 else str
         state = train_gpt.TrainingState(hp, runtime)
@@ -90,33 +86,30 @@ def main() -> None:
                 train_gpt.train_step(state)
             mebibytes = torch.cuda.max_memory_allocated() >> 20
             report(f"memory   {mebibytes:9} MiB at the trainer's peak")
-        plain_gpt = plain_model = PlainGPT.like(state.gpt, hp).to(runtime.device)
-        optimizers = PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
+        plain_gpt = plain_model = plain.PlainGPT.like(state.gpt, hp).to(runtime.device)
+        optimizers = plain.PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
         if runtime.compiled:
             plain_model = torch.compile(plain_gpt, dynamic=False)
             plain.newton_schulz = torch.compile(plain.newton_schulz, dynamic=False)
         if dist.is_initialized():
             plain_model = DistributedDataParallel(plain_model)
         slot = hp.train_batch_tokens // hp.batch_slots
-        slots = batches(state.loader.stream.paths, runtime.device, slot, hp.train_seq_len)
+        slots = plain.batches(state.loader.stream.paths, runtime.device, slot, hp.train_seq_len)
         A = hp.batch_slots // runtime.world_size
         steps = {
             "trainer": lambda: train_gpt.train_step(state),
-            "plain": lambda: plain_step(plain_model, optimizers, slots, A),
+            "plain": lambda: plain.plain_step(plain_model, optimizers, slots, A),
         }
         times = measure(steps, args.rounds, runtime.device)
         for line in list_kernels(steps["trainer"], runtime.device) if args.kernels else ():
             report(line)
         for name, ms in times.items():
-            per_second = 1000 * hp.train_batch_tokens / ms
-            report(f"{name:8} {ms:9.1f} ms/step {per_second:9.0f} tokens/s")
+            report(f"{name:8} {ms:9.1f} ms/step {1000 * hp.train_batch_tokens / ms:9.0f} tokens/s")
         rate = model_flops(state.gpt) * hp.train_batch_tokens / times["trainer"] / 1e9
         report(f"model    {rate:9.2f} TFLOP/s, with 6 N + 6 L T D FLOPs per token")
         report(f"ratio    {times['plain'] / times['trainer']:9.2f}x")
-        if dist.is_initialized():
-            dist.barrier()
-            os._exit(0)  # the interpreter's own exit may hang in gloo's threads
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    train_gpt.leave(main)

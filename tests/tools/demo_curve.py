@@ -10,36 +10,33 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import rcParams
 from matplotlib.figure import Figure
 from sentencepiece import SentencePieceProcessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
-from logs import Run, read_run
+from logs import read_run
 from trained import existing_file, start_program
 
-DATASET, TOKENIZER = Path("data/datasets/demo_sp1024"), "data/tokenizers/demo_1024_bpe.model"
 # Text stays text, with one font name; the file is the same each time.
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "", "font.sans-serif": "DejaVu Sans"}
+rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.sans-serif": "DejaVu Sans"})
 
 
-def xz_size(text: bytes) -> int:
-    return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
-
-
-def read_text(split: str) -> bytes:
-    """Return the text of a split of the demo, which is one shard."""
-    tokens = np.fromfile(DATASET / f"fineweb_{split}_000000.bin", "<u2")[512:]  # after a header
-    return SentencePieceProcessor(model_file=TOKENIZER).decode(tokens.tolist()).encode()
-
-
-def draw(run: Run) -> Figure:
-    """Draw the validations of a run, on white, so that they can be read on a dark page, too."""
+def main() -> None:
+    parser = start_program(__doc__)
+    parser.add_argument("log", type=existing_file)
+    parser.add_argument("picture", type=Path, help="the .svg to write")
+    args = parser.parse_args()
+    run = read_run(args.log)
     steps, bpb = [*run.val], [run.bpb_per_nat * loss for loss in run.val.values()]
-    train, val = read_text("train"), read_text("val")
-    alone = 8 * xz_size(val) / len(val)
-    after = 8 * (xz_size(train + val) - xz_size(train)) / len(val)
+    sp = SentencePieceProcessor(model_file="data/tokenizers/demo_1024_bpe.model")
+    path = "data/datasets/demo_sp1024/fineweb_{}_000000.bin"
+    shards = [np.fromfile(path.format(split), "<u2", offset=1024) for split in ("train", "val")]
+    train, val = [sp.decode(tokens.tolist()).encode() for tokens in shards]
+    texts = (val, train, train + val)
+    sizes = [len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) for text in texts]
+    alone, after = (8 * size / len(val) for size in (sizes[0], sizes[2] - sizes[1]))
     figure = Figure(figsize=(7.2, 3.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.plot(steps, bpb, linewidth=2, marker="o", markersize=4)
@@ -55,14 +52,9 @@ def draw(run: Run) -> Figure:
     axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(0, max(bpb) + 0.1))
     axes.set_title("The demo's score on text that it has not seen", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    args.picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.picture, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    parser = start_program(__doc__)
-    parser.add_argument("log", type=existing_file)
-    parser.add_argument("picture", type=Path, help="the .svg to write")
-    args = parser.parse_args()
-    args.picture.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context(STYLE):
-        draw(read_run(args.log)).savefig(args.picture, metadata={"Date": None})
+    main()

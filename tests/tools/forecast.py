@@ -22,11 +22,10 @@ from trained import existing_file, files, load_script, start_program
 def main(arguments: list[str] | None = None) -> int:
     parser = start_program(__doc__)
     parser.add_argument("script", type=existing_file, nargs="?", default="train_gpt.py")
-    std = {"type": files.number(float, 0, 1000), "help": "weights' standard deviation (0.3)"}
-    parser.add_argument("--std", default=0.3, **std)
+    parser.add_argument("--std", type=files.number(float, 0, 1000), default=0.3, help="of weights")
     args = parser.parse_args(arguments)
     script = load_script(args.script)
-    code = pack.pack(pack.minify(pack.read_source(args.script))).encode()
+    code = pack.pack(args.script).encode()
     try:
         hp = script.Hyperparameters.from_env({**os.environ, "DATA_PATH": "none"})
     except script.InputError as error:

@@ -15,11 +15,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
-from bench_step import measure
+import bench_step
 from logs import read_run
 from trained import SCRIPT, load_script, start_program
 
-TOOLS = Path(__file__).resolve().parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DEMO = "PRESET=demo BATCH_SLOTS=8 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
 TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIONS=5"
@@ -28,14 +27,14 @@ HEAD = "Send this file in an issue or a pull request.\n\n| part | result | secon
 PARTS = [
     ("a large product", 60, [__file__, "product"], "", 1),
     ("a large copy", 80, [__file__, "copy"], "", 1),
-    ("as trained", 190, [TOOLS / "bench_step.py", "--kernels"], "", 16),
-    ("without cuDNN's attention", 260, [TOOLS / "bench_step.py", "--without-cudnn"], "", 6),
-    ("without torch.compile", 290, [TOOLS / "bench_step.py"], "COMPILE=0", 6),
+    ("as trained", 190, [bench_step.__file__, "--kernels"], "", 16),
+    ("without cuDNN's attention", 260, [bench_step.__file__, "--without-cudnn"], "", 6),
+    ("without torch.compile", 290, [bench_step.__file__], "COMPILE=0", 6),
     ("export of the default model", 300, [__file__, "export"], "", 3),
     ("demo", 360, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
     ("demo on the CPU", 460, [SCRIPT], f"{DEMO} RUN_ID=cpu DEVICE=cpu", 1),
     ("training losses of the two", 480, [__file__, "compare"], "", 1),
-    ("tests marked gpu", 590, ["-m", "pytest", "-q", "-n0", f"{TOOLS}/../test_gpu.py"], "", 1),
+    ("tests marked gpu", 590, ["-m", "pytest", "-q", f"{SCRIPT.parent}/tests/test_gpu.py"], "", 1),
 ]
 
 
@@ -43,17 +42,16 @@ def product() -> None:
     """Time a product of matrices. A rented GPU may be slower than others of its kind."""
     size = 8192 if DEVICE.type == "cuda" else 128
     a, b = torch.randn(2, size, size, device=DEVICE, dtype=torch.bfloat16)
-    ms = measure({"product": lambda: a @ b}, 20, DEVICE)["product"]
+    ms = bench_step.measure({"product": lambda: a @ b}, 20, DEVICE)["product"]
     print(f"{2e-9 * size**3 / ms:.4g} TFLOP/s, {size} x {size} in bf16")
 
 
 def copy() -> None:
     """Time a copy in the GPU's memory."""
-    is_gpu = DEVICE.type == "cuda"
-    size = min(2**32, torch.cuda.mem_get_info()[0] // 4) if is_gpu else 2**24
+    size = 2**30 if DEVICE.type == "cuda" else 2**24
     source = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    ms = measure({"copy": lambda: target.copy_(source)}, 20, DEVICE)["copy"]
+    ms = bench_step.measure({"copy": lambda: target.copy_(source)}, 20, DEVICE)["copy"]
     print(f"{2e-9 * size / ms:.4g} TB/s read and written, {size >> 20} MiB")
 
 

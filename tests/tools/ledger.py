@@ -27,18 +27,17 @@ def read(path: Path) -> list[Row]:
     for number, fields in enumerate(lines, start=2):
         if fields == [""]:
             continue
-        row = dict(zip(header, fields, strict=False))
         try:
+            row = dict(zip(header, fields, strict=True))
             first, pairs = int(row["first_seed"]), int(row["pairs"])
             # Earlier versions had neither column, and this margin.
             row.setdefault("by", "0.005")
             row.setdefault("seeds", " ".join(map(str, range(first, first + pairs))))
             numbers = [float(row["evidence"]), float(row["by"]), *seeds_of([row])]
-            is_whole = len(fields) == len(header) and not math.isnan(sum(numbers))
+            if math.isnan(sum(numbers)) or not {"baseline", "candidate", "verdict"} <= {*row}:
+                raise ValueError(row)
         except (KeyError, ValueError):
-            is_whole = False
-        if not (is_whole and {"baseline", "candidate", "verdict"} <= {*header}):
-            raise ValueError(f"{path}, line {number} is damaged: correct or delete it")
+            raise ValueError(f"{path}, line {number} is damaged: correct or delete it") from None
         rows.append(row)
     return rows
 
@@ -68,9 +67,7 @@ def update(path: Path, row: Row, evidence: Callable[[list[int]], float]) -> None
 def claims(rows: list[Row]) -> list[Row]:
     """Return a row for each change: of those with its smallest margin, one that is better, if any.
     A margin below 0 claims no gain."""
-    order = sorted(rows, key=lambda row: (float(row["by"]), row["verdict"] != "better"))
-    changes: dict[tuple[str, str], Row] = {}
-    for row in order:
-        if float(row["by"]) >= 0:
-            changes.setdefault((row["baseline"], row["candidate"]), row)
-    return list(changes.values())
+    order = sorted(rows, key=lambda row: (-float(row["by"]), row["verdict"] == "better"))
+    # Of rows with the same key, the last one stays.
+    claims = {(row["baseline"], row["candidate"]): row for row in order if float(row["by"]) >= 0}
+    return list(claims.values())

@@ -2,8 +2,7 @@
 
     python tests/tools/pack.py [--minify] train_gpt.py packed.py
 
-packed.py runs, also under torchrun, and can be imported. The "Code size" in its log is its own.
---minify removes comments and docstrings first."""
+packed.py runs, also under torchrun, and can be imported. The "Code size" in its log is its own."""
 
 import ast
 import base64
@@ -14,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
-from trained import existing_file, start_program
+from trained import existing_file, files, start_program
 
 # Tracebacks, inspect and torch.compile read source lines from linecache. The empty lines keep the
 # line numbers of the text apart from those of this template. Before Python 3.13 the default
@@ -30,11 +29,6 @@ exec(compile(source, __file__, "exec"))
 """
 
 
-def read_source(path: Path) -> str:
-    """The text of a script, without a byte order mark, and decoded as its coding line says."""
-    return importlib.util.decode_source(path.read_bytes())
-
-
 def minify(source: str) -> str:
     """Remove comments and docstrings. A script that uses `__doc__` keeps the module's."""
     tree = ast.parse(source)
@@ -46,8 +40,11 @@ def minify(source: str) -> str:
     return ast.unparse(tree) + "\n"
 
 
-def pack(source: str) -> str:
-    """Return a script, in ASCII, that does what `source` does."""
+def pack(path: Path, is_minified: bool = True) -> str:
+    """Return a script, in ASCII, that does what this one does."""
+    source = importlib.util.decode_source(path.read_bytes())  # as its mark or coding line says
+    compile(source, path, "exec")  # a broken script is not packed
+    source = minify(source) if is_minified else source
     best_for_text = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}
     data = lzma.compress(source.encode(), format=lzma.FORMAT_ALONE, filters=[best_for_text])
     return TEMPLATE.format(packed=base64.b85encode(data).decode())
@@ -61,16 +58,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.script.resolve() == args.packed.resolve():
         parser.error(f"{args.packed} would overwrite its own source: name another file")
-    source = read_source(args.script)
-    compile(source, args.script, "exec")  # a broken script is not packed
-    packed = pack(minify(source) if args.minify else source)
+    packed = pack(args.script, args.minify)
     try:
-        args.packed.parent.mkdir(parents=True, exist_ok=True)
-        args.packed.write_text(packed)
+        files.write_file(args.packed, packed.encode())
     except OSError as error:
         parser.error(f"{error}: name another file")
-    before, after = (path.stat().st_size for path in (args.script, args.packed))
-    print(f"{args.script}: {before} bytes, {args.packed}: {after} bytes")
+    print(f"{args.script}: {args.script.stat().st_size} bytes, {args.packed}: {len(packed)} bytes")
 
 
 if __name__ == "__main__":
