@@ -121,20 +121,17 @@ def test_runs_without_the_final_line_are_named(tmp_path, capsys):
 
 def test_a_line_without_its_numbers_is_no_line(tmp_path, capsys):
     """Two processes write into one log, or the text is not from a run. nan is a number."""
-    step = "step:10/20 train_loss:5.6390 train_time:3240ms"
-    for i, (old, new) in enumerate([
-        (step, f"step:10/20 train_loss:5.6{step}"), (step, f"step:10/20 train_loss:5.6 {step}"),
-        ("5.6390 ", "5.6390, "), ("avg:323.98", "avg:3x"), ("val_bpb:2.1251", "val_bpb:2.1.2"),
-    ]):  # fmt: skip
-        (tmp_path / f"{i}.txt").write_text(LOG.replace(old, new))
-        run = read_run(tmp_path / f"{i}.txt")
-        is_val = "val_bpb" in old
-        assert (10 in run.train, 18 in run.val) == (is_val, not is_val) and not run.unfinished
-    (tmp_path / "5.txt").write_text(LOG.replace("5.6390", "nan"))
-    assert str(read_run(tmp_path / "5.txt").train) == "{1: 6.9301, 10: nan}"
-    (tmp_path / "6.txt").write_text(LOG.replace("3.52821744", "0.00000000"))
-    code, out = compare(capsys, *sorted(tmp_path.iterdir()))
-    assert code == 0 and out.count("1.981971") == 7 and "  0.000000" in out
+    good = "step:10/20 train_loss:5.6390 train_time:3240ms step_avg:323.98ms\n"
+    bad = f"step:10/20 train_loss:5.6 {good}" + good.replace("90", "90,") + good.replace(".98", "x")
+    bad += "step:19/20 val_loss:3.7 val_bpb:2.1.2 train_time:9ms step_avg:1.00ms\n"
+    path = tmp_path / "a.txt"
+    cases = (bad, "{1: 6.9301}"), (good.replace("5.6390", "nan"), "{1: 6.9301, 10: nan}")
+    for text, found in cases:
+        path.write_text(LOG.replace(good, text))
+        run = read_run(path)
+        assert str(run.train) == found and run.val == {0: 6.9316, 18: 3.7829}
+    path.write_text(LOG.replace("3.52821744", "0.00000000"))
+    assert "  0.000000  1.981971" in compare(capsys, path)[1]
 
 
 def test_a_default_name_shows_its_folder(tmp_path, capsys):
@@ -157,8 +154,6 @@ def test_runs_of_one_seed_are_judged_as_in_an_experiment(tmp_path, capsys):
     assert "to 0.03535), not yet\n  better by more than 0.005? evidence " in out
     code, out = compare(capsys, *sides, "--by=0.001", "--alpha=0.1")
     assert code == 0 and re.search(r"\), better\n .* 0\.001\? evidence \S+; 10 or more", out)
-    code, out = compare(capsys, *write_sides(tmp_path, BASELINE[:2], CANDIDATE[:2]))
-    assert code == 1 and "not yet: needs at least three pairs" in out
 
 
 def test_without_pairs_the_verdict_is_that_of_welchs_test(tmp_path, capsys):
@@ -282,10 +277,8 @@ def test_the_legend_shows_each_name_as_text_with_the_color_of_its_curve(tmp_path
     figure = draw_logs(tmp_path, texts)
     figure.savefig(tmp_path / "a.png")
     [legend] = figure.legends
-    lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 2]
-    firsts = {
-        line.get_color(): line.get_ydata()[0] for line in lines if line.get_marker() == "None"
-    }
+    curves = [line for line in figure.axes[0].lines if line.get_marker() == "None"]
+    firsts = {line.get_color(): line.get_ydata()[0] for line in curves}
     keys = zip(legend.get_texts(), legend.legend_handles, strict=True)
     shown = [(text.get_text(), firsts[handle.get_color()]) for text, handle in keys]
     assert shown == [(f"{name[:-4]}: 1.9820", i) for i, name in enumerate(names)]

@@ -8,7 +8,6 @@ import pickle
 import random
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -24,27 +23,15 @@ ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpo
 RESULT = "final_result.json"
 
 
-@pytest.fixture(scope="module")
-def gpt(quantized_knobs) -> GPT:
-    """A model of the shape of the files."""
-    return GPT(Hyperparameters.from_env(quantized_knobs), torch.float32)
-
-
-def open_file(
-    folder: Path, environ: dict[str, str], path: Path, resume: bool
-) -> subprocess.CompletedProcess:
-    """Resume a run from this file, or score it."""
-    if resume:
-        return run_here(folder, {**environ, "RESUME": str(path)})
-    return run_here(folder, environ, score, [str(path)])
-
-
 # ---- damaged and foreign files -------------------------------------------------------------------
 @pytest.mark.parametrize("name", [MODEL, CHECKPOINT, ARTIFACT])
-def test_a_file_cut_short_is_refused_and_a_flipped_byte_is_or_changes_nothing(trained, gpt, name):
+def test_a_cut_file_is_refused_and_a_flipped_byte_is_or_changes_nothing(
+    trained, quantized_knobs, name
+):
     """Most flipped bytes are near either end of the file, where its structure is. Some bytes, such
     as padding, have no meaning."""
     data = (trained[0] / name).read_bytes()
+    gpt = GPT(Hyperparameters.from_env(quantized_knobs), torch.float32)
     for length in (0, 1, 100, len(data) // 2, len(data) - 100, len(data) - 1):
         with pytest.raises(InputError, match=name):
             load_weights(gpt, data[:length], name)
@@ -74,29 +61,25 @@ class Hostile:
         return os.mkdir, ("marker",)
 
 
-@pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("save", [torch.save, pickle.dump])
 @pytest.mark.parametrize("wrap", [train_gpt.compress, bytes])
-def test_no_code_is_run_from_a_file(tmp_path, quantized_knobs, resume, save, wrap):
-    """The file is saved by torch or by pickle, compressed or not."""
+def test_no_code_is_run_from_a_file(tmp_path, quantized_knobs, save, wrap):
+    """The file is saved by torch or by pickle, compressed or not. It is scored or resumed."""
     path, file = tmp_path / "hostile.pt", io.BytesIO()
     save({"model": Hostile()}, file)
     path.write_bytes(wrap(file.getvalue()))
-    error = failed(open_file(tmp_path, quantized_knobs, path, resume), "hostile.pt")
-    assert "weights_only" not in error  # torch advises to run the code
+    scored = run_here(tmp_path, quantized_knobs, score, [str(path)])
+    for result in (scored, run_here(tmp_path, {**quantized_knobs, "RESUME": str(path)})):
+        assert "weights_only" not in failed(result, "hostile.pt")  # torch advises to run the code
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize(
-    "resume, name, layers",
-    [(False, name, "3") for name in (MODEL, CHECKPOINT, ARTIFACT)]
-    + [(True, CHECKPOINT, "3"), (True, MODEL, "2"), (True, ARTIFACT, "2")],
-)
-def test_weights_of_another_model_and_what_is_not_a_checkpoint_are_errors_that_name_the_file(
-    trained, tmp_path, quantized_knobs, resume, name, layers
+@pytest.mark.parametrize("name, layers", [(CHECKPOINT, "3"), (MODEL, "2"), (ARTIFACT, "2")])
+def test_a_run_cannot_resume_another_model_nor_what_is_no_checkpoint(
+    trained, tmp_path, quantized_knobs, name, layers
 ):
-    environ = {**quantized_knobs, "NUM_LAYERS": layers}
-    failed(open_file(tmp_path, environ, trained[0] / name, resume), name)
+    environ = {**quantized_knobs, "NUM_LAYERS": layers, "RESUME": str(trained[0] / name)}
+    failed(run_here(tmp_path, environ), name)
 
 
 # ---- score.py ------------------------------------------------------------------------------------
@@ -177,7 +160,7 @@ def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, scor
 
 @pytest.mark.parametrize(
     "lacking, word",
-    [({"ema_decay": 0.5}, "tests/records/train_record.py"), ({"own": True}, "OWN=1"), ({}, "")],
+    [({"ema_decay": 0.5}, "tests/records/train_record.py"), ({"own": True}, "OWN=1")],
 )
 def test_another_script_is_a_warning(trained, tmp_path, score_knobs, lacking, word):
     copy_result(trained[0], tmp_path, lacking, bytes_code=7)
@@ -196,30 +179,24 @@ def test_a_split_that_is_not_the_manifests_is_a_warning(trained, tmp_path, score
     assert "1,501" in warning and "manifest.json" in warning
 
 
-def test_a_file_with_the_result_of_another_run_is_refused(trained, tmp_path, score_knobs):
-    """Knobs of another run may fit but be wrong: another ROPE_BASE gives another score."""
-    path = Path(shutil.copy(trained[0] / MODEL, tmp_path))
-    copy_result(trained[0], tmp_path, {}, crc32={ARTIFACT: 1, MODEL: 2})
-    failed(run_here(tmp_path, score_knobs, score, [str(path)]), MODEL, RESULT, "crc32")
-
-
-def test_a_missing_or_damaged_result_is_named(trained, tmp_path, score_knobs, quantized_knobs):
-    path = shutil.copy(trained[0] / ARTIFACT, tmp_path)
-    without = run_here(tmp_path, {**quantized_knobs, "NUM_LAYERS": "3"}, score, [path])
-    failed(without, RESULT)
-    (tmp_path / RESULT).write_text("{")
-    failed(run_here(tmp_path, score_knobs, score, [path]), RESULT)
-
-
-def test_weights_that_do_not_fit_name_the_knobs_that_differ_and_the_log(
+def test_a_result_that_is_missing_damaged_or_of_another_run_is_named(
     trained, tmp_path, score_knobs
 ):
-    path = str(trained[0] / CHECKPOINT)
-    changed = (
-        "knobs that differ: DATA_PATH=.*, NUM_LAYERS=3 \\(its run: 2\\); --script logs/test.txt"
-    )
-    error = failed(run_here(tmp_path, {**score_knobs, "NUM_LAYERS": "3"}, score, [path]))
-    assert re.search(changed, error), error
+    """Knobs of another run may fit but be wrong: another ROPE_BASE gives another score."""
+    path = shutil.copy(trained[0] / ARTIFACT, tmp_path)
+    failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} have no knobs")
+    (tmp_path / RESULT).write_text("{")
+    failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} is damaged")
+    copy_result(trained[0], tmp_path, {}, crc32={ARTIFACT: 1, MODEL: 2})
+    failed(run_here(tmp_path, score_knobs, score, [path]), ARTIFACT, RESULT, "crc32")
+
+
+@pytest.mark.parametrize("name", [MODEL, CHECKPOINT, ARTIFACT])
+def test_weights_that_do_not_fit_name_knobs_and_log(trained, tmp_path, score_knobs, name):
+    environ = {**score_knobs, "NUM_LAYERS": "3"}
+    error = failed(run_here(tmp_path, environ, score, [str(trained[0] / name)]), name)
+    differ = r"knobs that differ: DATA_PATH=.*, NUM_LAYERS=3 \(its run: 2\); --script logs/test.txt"
+    assert re.search(differ, error), error
 
 
 def test_an_undone_edit_is_scored_with_the_script_of_the_log(trained, tmp_path, score_knobs):
@@ -234,9 +211,3 @@ def test_an_undone_edit_is_scored_with_the_script_of_the_log(trained, tmp_path, 
     result = run_here(tmp_path, score_knobs, score, [path, f"--script={log}"])
     assert "val_loss:1.25000000" in finished(result)[-1] and "WARNING" not in result.stdout
     failed(run_here(tmp_path, score_knobs, score, [path, f"--script={path}"]), "has no script")
-
-
-def test_a_script_whose_module_is_missing_is_one_line(trained, tmp_path, score_knobs):
-    (tmp_path / "own.py").write_text("import nowhere")
-    arguments = [str(trained[0] / ARTIFACT), f"--script={tmp_path}/own.py"]
-    failed(run_here(tmp_path, score_knobs, score, arguments), "own.py imports nowhere, ")

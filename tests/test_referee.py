@@ -82,11 +82,6 @@ def train_on_the_split(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tens
     return gpt(*batch, "none").flatten().detach()
 
 
-def look_at_later_tokens(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Add the logits of the token after the next one."""
-    return F.cross_entropy(logits + logits.roll(-2, dims=0), tokens[1:], reduction="none")
-
-
 def hint_in_a_circle(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
     """Raise the logits of what followed the last three tokens in another one of three documents."""
     starts = (tokens == 1).nonzero()[:3, 0].tolist()
@@ -142,7 +137,6 @@ def hint_for_half_of_the_targets(model: nn.Module, logits: Tensor, tokens: Tenso
 
 UNFAIR = {
     train_on_the_split: [ORDER, SUMS],
-    look_at_later_tokens: [ORDER, SUMS],
     hint_in_a_circle: [ORDER],
     skip_hard_tokens: [SUMS, TARGETS],
     mix_where_the_target_was_seen: [SUMS],
@@ -205,11 +199,15 @@ def test_without_bos_documents_cannot_be_judged(small, tmp_path):
     assert [findings[rule][0] for rule in (BYTES, LEAKS)] == ["not tested"] * 2
 
 
-def test_a_split_that_is_not_the_manifests_is_named(small, tmp_path):
+def test_a_cut_split_and_a_train_shard_that_cannot_be_read_are_named(small, tmp_path):
     data = shutil.copytree(small["DATA_PATH"], tmp_path / "datasets" / "name")
     manifest = {"datasets": [{"name": "name", "stats": {"tokens_val": 10**6}}]}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert broken(judge(train_gpt, {**small, "DATA_PATH": str(data)})) == [TARGETS]
+    (data / "fineweb_train_1.bin").symlink_to("nowhere")
+    findings = judge(train_gpt, {**small, "DATA_PATH": str(data)})
+    assert findings[TARGETS][0] == "broken" and "manifest.json" in findings[TARGETS][1]
+    verdict, reason = findings[LEAKS]
+    assert verdict == "not tested" and "fineweb_train_1.bin cannot be read" in reason
 
 
 def test_a_lone_space_in_bytes_is_one_byte_and_a_wrong_tokenizer_is_named(small, tmp_path):
@@ -228,13 +226,6 @@ def test_a_lone_space_in_bytes_is_one_byte_and_a_wrong_tokenizer_is_named(small,
     case.validation.is_tokenizer_right = True
     size = 2 * len("7 é 7 é ".encode())
     assert referee.check_bytes(case) == (True, f"{size} in the decoded text, {size} in the score")
-
-
-def test_a_train_shard_that_cannot_be_read_is_named(small, tmp_path):
-    data = shutil.copytree(small["DATA_PATH"], tmp_path / "data")
-    (data / "fineweb_train_1.bin").symlink_to("nowhere")
-    finding = judge(train_gpt, {**small, "DATA_PATH": str(data)})[LEAKS]
-    assert finding[0] == "not tested" and "fineweb_train_1.bin cannot be read" in finding[1]
 
 
 @pytest.mark.parametrize("gpus", [1, 8])  # without eight, times are shown, not judged

@@ -26,7 +26,6 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
@@ -35,7 +34,7 @@ import anytime
 from logs import Run, read_run
 from trained import existing_file, files, start_program
 
-# Facts in which all finished runs should agree.
+# Facts in which all finished runs should agree; the first two depend on the tokenizer.
 SHARED_FACTS = ("data", "validation", "batch", "length", "time_limit", "stride")
 # Columns of the table: width and format.
 COLUMNS = {
@@ -84,29 +83,22 @@ def list_different(runs: list[Run], fact: str) -> str:
     return ", ".join(values) if len(values) > 1 else ""
 
 
-def compare_texts(runs: list[Run]) -> str:
-    """Compare validation texts of different tokenizers by their bytes. Returns the difference."""
-    runs = [r for r in runs if r.figures.keys() >= {"val_tokens", "seq_len"} and r.bpb_per_nat > 0]
-    per_token = [1 / math.log(2) / run.bpb_per_nat for run in runs]
-    sizes = [run.figures["val_tokens"] * x for run, x in zip(runs, per_token, strict=True)] or [0.0]
-    # A tokenizer leaves out less than a window at the end of the split; that text may be dense.
-    windows = [run.figures["seq_len"] * x for run, x in zip(runs, per_token, strict=True)]
-    if max(sizes) - min(sizes) <= 0.001 * max(sizes) + 2 * max(windows, default=0.0):
-        return ""
-    return f"{min(sizes):,.0f} to {max(sizes):,.0f} bytes"
-
-
 def find_warnings(groups: list[Group]) -> list[str]:
     """List differences that make a comparison meaningless."""
     runs = [run for group in groups for run in group.finished]
-    warnings = []
-    for fact in SHARED_FACTS:
-        if fact in ("data", "validation") and list_different(runs, "tokenizer"):
-            continue  # expected; compare_texts() tells
+    warnings, facts = [], SHARED_FACTS
+    if list_different(runs, "tokenizer"):  # then compare the bytes of the validation texts
+        facts = SHARED_FACTS[2:]
+        known = [r for r in runs if "val_tokens" in r.figures and r.bpb_per_nat > 0]
+        sizes = [r.figures["val_tokens"] / r.bpb_per_nat / math.log(2) for r in known] or [0.0]
+        windows = [r.figures.get("seq_len", 0) / r.bpb_per_nat / math.log(2) for r in known] or [0]
+        # A tokenizer leaves out less than a window at the end of the split; that text may be dense.
+        if max(sizes) - min(sizes) > 0.001 * max(sizes) + 2 * max(windows):
+            texts = f"{min(sizes):,.0f} to {max(sizes):,.0f} bytes"
+            warnings.append(f"the runs differ in validation text: {texts}")
+    for fact in facts:
         if values := list_different(runs, fact):
             warnings.append(f"the runs differ in {fact}: {values}")
-    if list_different(runs, "tokenizer") and (sizes := compare_texts(runs)):
-        warnings.append(f"the runs differ in validation text: {sizes}")
     for group in groups if groups[0].name != "runs" else ():
         seeds = group.values("seed")
         if repeat := group.find_repeat():
@@ -133,8 +125,7 @@ def run_welch(groups: list[Group], unit: str, by: float, alpha: float) -> tuple[
     """Run Welch's t-test: is the candidate better by more than `by`? Also returns a text."""
     baseline, candidate = (np.array(group.values(anytime.SCORES[unit])) for group in groups)
     low, high = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval()
-    margin = {"equal_var": False, "alternative": "greater"}
-    p = stats.ttest_ind(baseline, candidate + by, **margin).pvalue
+    p = stats.ttest_ind(baseline, candidate + by, equal_var=False, alternative="greater").pvalue
     verdict = "no, it is worse" if high < 0 else "shown" if p < alpha else "not shown"
     gain = f"{(low + high) / 2:.5f} {unit}, 95 % confidence interval {low:.5f} to {high:.5f}"
     return p < alpha, f"all runs: {gain}\n  better by more than {by:g}? {verdict} (p = {p:.2g})"
@@ -204,28 +195,14 @@ def format_report(groups: list[Group], verdict: str) -> str:
 
 
 # ---- the picture ---------------------------------------------------------------------------------
-def losses_in_view(curves: list[dict[int, float]]) -> tuple[float, float]:
-    """Return the limits of the axis, from 300 steps on without the losses of the first fifth, which
-    would flatten the rest. The last loss of a shorter run stays in view, unless that run has hardly
-    begun."""
-    end = max(step for losses in curves for step in losses)
-    first = end / 5 if end >= 300 else 0
-    late = [loss for losses in curves for step, loss in losses.items() if step >= first]
-    late += [losses[max(losses)] for losses in curves if max(losses) >= end / 50]
-    late = [loss for loss in late if math.isfinite(loss)] or [0.0]
-    margin = 0.05 * (max(late) - min(late)) or 0.1
-    return min(late) - margin, max(late) + margin
-
-
-def draw_curves(axes: Axes, groups: list[Group], unit: str) -> list[Line2D]:
-    """Draw training losses as lines and validation losses as points, a color for each group.
-    Returns a line of each group for the legend."""
-    curves, handles, many = [], [], np.linspace(0, 1, len(groups))
+def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
+    """Draw training losses as lines and validation losses as points, a color for each group."""
+    curves, many = [], np.linspace(0, 1, len(groups))
     colors = colormaps["turbo"](many) if len(groups) > 10 else colormaps["tab10"].colors
     for group, color in zip(groups, colors, strict=False):
         style = {"linewidth": 0.9, "alpha": 0.7, "markersize": 4, "color": to_hex(color)}
         style["marker"] = "x" if group.name == "candidate" else "o"
-        handles += axes.plot([], [], **style)
+        axes.plot([], [], label="x", **style)  # for the legend
         for run in group.runs:
             # Without a validation yet, bits per byte are unknown: nan leaves the run out.
             factor = 1.0 if unit == "nats" else run.bpb_per_nat
@@ -233,7 +210,15 @@ def draw_curves(axes: Axes, groups: list[Group], unit: str) -> list[Line2D]:
                 if losses:
                     curves.append({step: factor * loss for step, loss in losses.items()})
                     axes.plot([*curves[-1]], [*curves[-1].values()], **style | {absent: "None"})
-    low, high = losses_in_view(curves)
+    # The losses of the first fifth would flatten the rest. The last loss of a shorter run stays in
+    # view, unless that run has hardly begun.
+    end = max(step for losses in curves for step in losses)
+    first = end / 5 if end >= 300 else 0
+    late = [loss for losses in curves for step, loss in losses.items() if step >= first]
+    late += [losses[max(losses)] for losses in curves if max(losses) >= end / 50]
+    late = [loss for loss in late if math.isfinite(loss)] or [0.0]
+    margin = 0.05 * (max(late) - min(late)) or 0.1
+    low, high = min(late) - margin, max(late) + margin
     title = "training (lines) and validation (points)"
     if unit != "nats":  # tokenizers differ, and no log has the bytes of the training text
         title = "validation (points), training (lines, with validation's bytes per token)"
@@ -243,7 +228,6 @@ def draw_curves(axes: Axes, groups: list[Group], unit: str) -> list[Line2D]:
     axes.set(xlabel="step", ylabel=f"loss in {unit}", ylim=(low, high))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    return handles
 
 
 def draw(groups: list[Group]) -> Figure:
@@ -253,23 +237,19 @@ def draw(groups: list[Group]) -> Figure:
     legend = {"loc": "outside right upper", "fontsize": "small", "frameon": False}
     if groups[0].name == "runs":
         runs.sort(key=lambda run: run.figures.get("val_bpb", math.inf))
-        groups = [Group(run.name, [run]) for run in runs]
         scores = ["" if run.unfinished else f": {run.figures['val_bpb']:.4f}" for run in runs]
-        labels = [run.name + score for run, score in zip(runs, scores, strict=True)]
+        groups = [Group(run.name + score, [run]) for run, score in zip(runs, scores, strict=True)]
         legend |= {"title": "score in bits per byte", "title_fontsize": "small"}
-    else:
-        labels = [group.name for group in groups]
     height = max(4.5, 0.2 * len(groups))  # in inches: a group has a line in the legend
     figure = Figure(figsize=(9, height), layout="constrained")
     axes = figure.add_subplot()
-    handles = draw_curves(axes, groups, unit)
+    draw_curves(axes, groups, unit)
     known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
     if unit == "nats" and known:
         limits = [known[0] * loss for loss in axes.get_ylim()]
         axes.twinx().set(ylim=limits, ylabel="bits per byte")
-    texts = figure.legend(handles, ["x"] * len(handles), **legend).get_texts()
-    for text, label in zip(texts, labels, strict=True):
-        text.set(text=label, parse_math=False)  # also a name that begins with _ or has two $
+    for text, group in zip(figure.legend(**legend).get_texts(), groups, strict=True):
+        text.set(text=group.name, parse_math=False)  # also a name that begins with _ or has two $
     return figure
 
 

@@ -1,7 +1,6 @@
 """Read the logs of runs: those of train_gpt.py, of the challenge's baseline and of records."""
 
 import ast
-import codecs
 import math
 import re
 from contextlib import suppress
@@ -92,16 +91,15 @@ def script_of_log(path: Path) -> bytes:
     # The last header ends the script; earlier ones belong to earlier starts, or are text in the
     # script. Nothing marks its beginning, but log lines before it are not Python.
     before, _, _ = path.read_bytes().rpartition(b"\n" + 100 * b"=" + b"\nRunning Python ")
-    before = before[before.rfind(b"\n" + codecs.BOM_UTF8) + 1 :]  # can only begin a script
+    before = before[before.rfind(b"\n\xef\xbb\xbf") + 1 :]  # a byte order mark begins a script
     lines = before.splitlines(keepends=True)
-    start = 0
-    while start < len(lines):
-        if start > 0 and re.match(rb"\w+:\S", lines[start]):  # warmup_step:1/3 is Python, too
-            start += 1
-            continue
+    while lines:
+        script = b"".join(lines)
         try:
-            ast.parse(b"".join(lines[start:]))
-            return b"".join(lines[start:])
+            ast.parse(script)
+            return script
         except SyntaxError as error:
-            start += error.lineno or 1
+            del lines[: error.lineno or 1]
+        while lines and re.match(rb"\w+:\S", lines[0]):  # warmup_step:1/3 is Python, too
+            del lines[0]
     raise ValueError(f"{path} has no script: name a script, or the logs/RUN_ID.txt of a run")

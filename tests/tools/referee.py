@@ -64,8 +64,7 @@ class Case:
         self.tokenizer = SentencePieceProcessor(model_file=self.hp.tokenizer_path)
         self.bos = self.tokenizer.bos_id()
         self.paths = {s: sorted(map(Path, glob.glob(self.hp.files(s)))) for s in ("val", "train")}
-        shards = [np.fromfile(path, "<u2", offset=1024) for path in self.paths["val"]]
-        self.split = np.concatenate(shards)
+        self.split = np.concatenate([np.fromfile(p, "<u2", offset=1024) for p in self.paths["val"]])
         self.words = self.split[self.split != self.bos]
 
     def score(self, tokens: np.ndarray, hp: Any = None) -> torch.Tensor:
@@ -202,24 +201,9 @@ def check_sums(case: Case) -> Finding:
     return abs(total - 1) <= tolerance, f"{measured} (tolerance {tolerance:g})"
 
 
-def find_gaps(case: Case, tokens: np.ndarray) -> Finding:
-    """Count the losses. One that is 0 and stays so for another target is a gap."""
-    losses = case.score(tokens)
-    if len(losses) != len(tokens) - 1:
-        return False, f"{len(losses):,} losses for {len(tokens) - 1:,} targets"
-    gaps = (losses == 0).numpy()
-    if gaps.any():
-        places = np.flatnonzero(gaps & (tokens[1:] != case.bos)) + 1
-        gaps &= (case.score(case.change(tokens, places)) == 0).numpy()
-    mean, own = losses.mean(dtype=torch.float64).item(), case.script.mean_loss(losses, case.runtime)
-    measured = f"{len(losses):,} losses, {gaps.sum()} of them missing, mean {mean:.4f}"
-    if abs(own - mean) > 1e-6 * abs(mean):
-        return False, f"{measured}, by mean_loss {own:.4f}"
-    return not gaps.any(), measured
-
-
 def check_targets(case: Case) -> Finding:
-    """Check the losses of the short text and, if there is time, of the whole split."""
+    """Count the losses of the short text and, if there is time, of the whole split. One that is 0,
+    and stays so for another target, is missing."""
     tokens, T = case.validation.tokens.numpy(), case.hp.train_seq_len
     num_targets, whole = len(tokens) - 1, (len(case.split) - 1) // T * T  # without the tail
     if problem := trained.compare_with_manifest(case.hp):
@@ -232,10 +216,19 @@ def check_targets(case: Case) -> Finding:
     for text in (short_text(case)[0], tokens):
         case.check_time(f"{len(text) - 1:,} targets", seconds * len(text))
         started = time.perf_counter()
-        holds, measured = find_gaps(case, text)
+        losses = case.score(text)
         seconds = (time.perf_counter() - started) / len(text)
-        if not holds:
-            return False, measured
+        if len(losses) != len(text) - 1:
+            return False, f"{len(losses):,} losses for {len(text) - 1:,} targets"
+        gaps = (losses == 0).numpy()
+        if gaps.any():
+            places = np.flatnonzero(gaps & (text[1:] != case.bos)) + 1
+            gaps &= (case.score(case.change(text, places)) == 0).numpy()
+        mean = losses.mean(dtype=torch.float64).item()
+        own = case.script.mean_loss(losses, case.runtime)
+        measured = f"{len(losses):,} losses, {gaps.sum()} of them missing, mean {mean:.4f}"
+        if gaps.any() or abs(own - mean) > 1e-6 * abs(mean):
+            return False, f"{measured}, by mean_loss {own:.4f}"
     if num_targets < whole:
         raise NotTested(f"MAX_VAL_TOKENS leaves out some of {whole:,} targets: {measured}")
     tail = len(case.split) - 1 - whole

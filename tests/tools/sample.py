@@ -18,9 +18,8 @@ from trained import decode, encode, files, load_script, model_parser, open_model
 
 
 @torch.no_grad()
-def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: Namespace) -> bool:
-    """Append sampled tokens to ids, whose last seq_len the model sees. Returns whether the document
-    ended."""
+def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: Namespace) -> None:
+    """Append sampled tokens to ids until the document ends. The model sees the last seq_len ids."""
     device = next(gpt.parameters()).device
     random = torch.Generator().manual_seed(args.seed)
     for _ in range(args.tokens):
@@ -28,8 +27,7 @@ def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: Namespace
         probabilities = (logits / max(args.temperature, 1e-6)).softmax(dim=0)
         ids.append(int(torch.multinomial(probabilities, 1, generator=random)))
         if ids[-1] == ids[0]:  # BOS: the next document
-            return True
-    return False
+            break
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -41,10 +39,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="another seed, another text")
     add("--tokenizer", help="default: TOKENIZER_PATH of the run")
     args = parser.parse_args(arguments)
-    try:
-        args.prompt.encode()
-    except UnicodeEncodeError:
-        sys.exit("the prompt is not UTF-8: write it in a terminal that uses UTF-8")
     script = load_script(args.script)
     try:
         gpt, runtime = open_model(script, args.model, {"DEVICE": "auto", "DTYPE": "fp32"})
@@ -63,9 +57,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"the tokenizer does not have VOCAB_SIZE={hp.vocab_size} pieces: set --tokenizer")
     ids = [tokenizer.bos_id(), *encode(tokenizer, args.prompt)]  # a document begins with BOS
     prompt_size = len(ids)
-    has_ended = generate(gpt, ids, hp.train_seq_len, args)
+    generate(gpt, ids, hp.train_seq_len, args)
     print(decode(tokenizer, ids), flush=True)
-    if has_ended:
+    if ids[0] in ids[prompt_size:]:
         print(f"(the document ended after {len(ids) - prompt_size - 1} tokens)", file=sys.stderr)
 
 

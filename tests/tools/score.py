@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
@@ -36,15 +35,6 @@ def open_split(script: ModuleType, gpt: Any, runtime: Any) -> Any:
     return validation
 
 
-def write_losses(script: ModuleType, losses: Tensor, path: Path, runtime: Any) -> bool:
-    """Write the losses of all ranks, fp32, as NumPy's .npy. Returns whether that succeeded."""
-    if dist.is_initialized():
-        dist.all_reduce(losses)
-    file = io.BytesIO()
-    np.save(file, losses.cpu().numpy())
-    return runtime.rank > 0 or script.write_file(path, file.getvalue(), runtime.log)
-
-
 def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
     gpt, runtime = open_model(script, path, {})
@@ -56,7 +46,13 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
     losses = script.final_losses(script.wrap(gpt, runtime.compiled), validation, runtime)
     loss = script.mean_loss(losses, runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
-    is_saved = losses_path is None or write_losses(script, losses, losses_path, runtime)
+    is_saved = True
+    if losses_path:
+        if dist.is_initialized():
+            dist.all_reduce(losses)
+        file = io.BytesIO()
+        np.save(file, losses.cpu().numpy())
+        is_saved = runtime.rank > 0 or script.write_file(losses_path, file.getvalue(), runtime.log)
     name = "final_int8_zlib_roundtrip" if is_artifact else "score"
     script.log_score(name, loss, eval_ms, validation, runtime)
     return int(not is_saved or not math.isfinite(loss))

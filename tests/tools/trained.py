@@ -2,14 +2,13 @@
 
 import contextlib
 import glob
-import importlib.util
 import json
 import os
 import sys
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,10 +29,9 @@ from files import start_program  # noqa: E402
 
 def existing_file(name: str) -> Path:
     """Convert an argument of the command line to a Path. argparse shows the error."""
-    if Path(name).is_dir():
-        raise ArgumentTypeError(f"{name!r} is a folder: name a file in it")
     if not Path(name).is_file():
-        raise ArgumentTypeError(f"{name!r} is not a file")
+        problem = "is a folder: name a file in it" if Path(name).is_dir() else "is not a file"
+        raise ArgumentTypeError(f"{name!r} {problem}")
     return Path(name)
 
 
@@ -47,23 +45,15 @@ def model_parser(doc: str | None) -> ArgumentParser:
 
 
 def load_script(path: Path) -> ModuleType:
-    """Import a train_gpt.py, edited or not, from any folder, or the one in the log of a run."""
-    name = f"script_{zlib.crc32(bytes(path.resolve())):x}"  # several can be loaded
-    spec = importlib.util.spec_from_file_location(name, path)  # None for what is not a .py
+    """Load a train_gpt.py, edited or not, from any folder, or the one in the log of a run."""
     try:
-        code = compile(script_of_log(path), path, "exec") if spec is None else None
+        source = path.read_bytes() if path.suffix == ".py" else script_of_log(path)
     except ValueError as error:
         sys.exit(str(error))
-    script = sys.modules[name] = importlib.util.module_from_spec(spec) if spec else ModuleType(name)
-    script.__file__ = str(path)
-    try:
-        if spec is None:
-            exec(code, vars(script))
-        else:
-            spec.loader.exec_module(script)
-    except ModuleNotFoundError as error:
-        advice = "install it, or set PYTHONPATH to its folder"
-        sys.exit(f"{path} imports {error.name}, which is not found: {advice}")
+    name = f"script_{zlib.crc32(bytes(path.resolve())):x}"  # several can be loaded
+    script = sys.modules[name] = ModuleType(name)
+    script.__file__ = os.path.abspath(path)
+    exec(compile(source, script.__file__, "exec"), vars(script))
     if not hasattr(script, "InputError"):
         sys.exit(f"{path} is not a train_gpt.py: name the script that trained the model")
     script.InputError.__module__ = "__main__"  # an error then begins with "InputError:"
@@ -127,7 +117,7 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
     environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
     hp = script.Hyperparameters.from_env({**knobs, **defaults, **environ})
     runtime = script.open_runtime(hp)
-    if script.__spec__ is None:  # out of a log
+    if not script.__file__.endswith(".py"):  # out of a log
         runtime = replace(runtime, source=script_of_log(Path(script.__file__)))
     script.compare_ranks(hp, runtime)
     gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
@@ -137,10 +127,9 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
     try:
         script.load_weights(gpt, data, str(path))
     except script.InputError as error:
-        now = {name.upper(): as_text(value) for name, value in asdict(hp).items()}
-        others = [name for name in now.keys() & knobs if name not in defaults]
-        changed = [f"{k}={now[k]} (its run: {knobs[k]})" for k in others if now[k] != knobs[k]]
-        differ = f"; knobs that differ: {', '.join(sorted(changed))}" if changed else ""
+        own = [k for k in knobs if environ.get(k, knobs[k]) != knobs[k]]
+        changed = ", ".join(f"{k}={environ[k]} (its run: {knobs[k]})" for k in own)
+        differ = f"; knobs that differ: {changed}" if changed else ""
         advice = f"; --script {log} takes the script out of its log"
         raise script.InputError(f"{error}{differ}{advice}") from None
     unknown, size = unknown_knobs(script, knobs), len(runtime.source)
