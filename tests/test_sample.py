@@ -49,15 +49,6 @@ def test_a_prompt_in_caseops_follows_bos_and_keeps_its_end(trained, tmp_path, ca
     assert text == f"{caseops.decode(sp.decode(ids))}\n" and text.startswith(prompt)
 
 
-def test_a_lone_space_that_the_tokenizer_writes_in_bytes_is_a_space(trained, tmp_path, capsys):
-    model = train_tokenizer().replace(b"\n\3\xe2\x96\x81\x15", b"\n\3\xe9\xbf\xbf\x15")
-    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-    assert [sp.id_to_piece(i) for i in sp.encode("7 é")[1:4]] == ["<0xE2>", "<0x96>", "<0x81>"]
-    (tmp_path / "bytes.model").write_bytes(model)
-    options = ("--tokens=1", f"--tokenizer={tmp_path}/bytes.model")
-    assert write(capsys, trained[0] / "final_model.pt", "7 é", *options).startswith("7 é")
-
-
 def test_an_error_says_what_is_missing_or_out_of_bounds(tmp_path, trained):
     copied = str(shutil.copy(trained[0] / "final_model.pt", tmp_path))
     with pytest.raises(SystemExit, match="does not fit: .*; --script logs/RUN_ID.txt takes"):

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 import anytime
 import ledger
 from jobs import Run, Side, train
-from logs import script_of_log
+from logs import read_script
 from trained import OWN, RECORD, SCRIPT, existing_file, files, load_script, unknown_knobs
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
@@ -54,7 +54,7 @@ def git(script: Path, *words: str) -> bytes:
 def read_source(path: Path) -> bytes:
     """Read a script, or take it out of the log of a run. Raises ValueError if it imports a module
     from its folder, which experiment.py does not compare."""
-    source = path.read_bytes() if path.suffix == ".py" else script_of_log(path)
+    source = read_script(path)
     nodes = [*ast.walk(ast.parse(source, str(path)))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}

@@ -85,6 +85,11 @@ def read_run(path: Path) -> Run:
     return run
 
 
+def read_script(path: Path) -> bytes:
+    """The bytes of a script (.py), or of the last one in a log."""
+    return path.read_bytes() if path.suffix == ".py" else script_of_log(path)
+
+
 def script_of_log(path: Path) -> bytes:
     """Return the script of the last start in a log file, byte for byte. Raises ValueError if the
     file has none."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
+from logs import read_script
 from trained import existing_file, files, start_program
 
 # Tracebacks, inspect and torch.compile read source lines from linecache. The empty lines keep the
@@ -42,7 +43,7 @@ def minify(source: str) -> str:
 
 def pack(path: Path, is_minified: bool = True) -> str:
     """Return a script, in ASCII, that does what this one does."""
-    source = importlib.util.decode_source(path.read_bytes())  # as its mark or coding line says
+    source = importlib.util.decode_source(read_script(path))  # as its mark or coding line says
     compile(source, path, "exec")  # a broken script is not packed
     source = minify(source) if is_minified else source
     best_for_text = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}

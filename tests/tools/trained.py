@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from logs import script_of_log
+from logs import read_script
 from sentencepiece import SentencePieceProcessor
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
@@ -47,7 +47,7 @@ def model_parser(doc: str | None) -> ArgumentParser:
 def load_script(path: Path) -> ModuleType:
     """Load a train_gpt.py, edited or not, from any folder, or the one in the log of a run."""
     try:
-        source = path.read_bytes() if path.suffix == ".py" else script_of_log(path)
+        source = read_script(path)
     except ValueError as error:
         sys.exit(str(error))
     name = f"script_{zlib.crc32(bytes(path.resolve())):x}"  # several can be loaded
@@ -118,7 +118,7 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
     hp = script.Hyperparameters.from_env({**knobs, **defaults, **environ})
     runtime = script.open_runtime(hp)
     if not script.__file__.endswith(".py"):  # out of a log
-        runtime = replace(runtime, source=script_of_log(Path(script.__file__)))
+        runtime = replace(runtime, source=read_script(Path(script.__file__)))
     script.compare_ranks(hp, runtime)
     gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
     log = Path(saved.get("output_dir", ""), "logs", f"{saved.get('run_id', 'RUN_ID')}.txt")
