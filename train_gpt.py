@@ -281,7 +281,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Set weights and dtypes. The baseline builds its model in bf16: round weights to that."""
-        # Each block starts as the identity. Of Muon's matrices, step 1 changes only these.
+        # Each block starts as the identity. If tied, step 1 changes only these of Muon's matrices.
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.proj.weight.zero_()
@@ -665,7 +665,7 @@ def unscale_gradients(state: TrainingState) -> bool:
     is_finite = state.scaler.get_scale() >= scale
     state.skipped_steps += int(not is_finite)
     if state.scaler.get_scale() < 1:
-        raise InputError("fp16 gradients are not finite at any loss scale: set DTYPE=fp32")
+        raise InputError("fp16 gradients are not finite even at a loss scale of 1: set DTYPE=fp32")
     return is_finite
 
 
@@ -694,9 +694,9 @@ def train(state: TrainingState, validation: "Validation") -> int:
         set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
         rank_loss = train_step(state)
         state.step += 1
-        # Near the cap, the clock is exact: a run ends less than one (steady) step after it.
-        is_near_cap = cap_ms > 0 and elapsed_ms * (1 + 4 / state.step) >= cap_ms
-        state.stopwatch.lap(wait=is_near_cap)
+        # Near the cap, the clock is exact: a run ends less than one step after it.
+        is_near_cap = state.step <= 3 or elapsed_ms * (1 + 4 / state.step) >= cap_ms
+        state.stopwatch.lap(wait=cap_ms > 0 and is_near_cap)
         log_step(state, rank_loss)
         if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
             save_checkpoint(state)
@@ -734,6 +734,8 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
 
 
 # ---- Evaluation -----------------
+# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
+# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
 class Validation:
     """The validation split, cut to whole sequences plus one target."""
 
@@ -1225,7 +1227,9 @@ def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
 
 def wrap(gpt: GPT, compiled: bool) -> nn.Module:
     """The model to call: compiled, and in DistributedDataParallel if there are several ranks."""
-    model: nn.Module = torch.compile(gpt, dynamic=False, fullgraph=True) if compiled else gpt
+    model: nn.Module = gpt
+    if compiled:
+        model = torch.compile(gpt, dynamic=False, fullgraph=True)
     if dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False  # torch 2.13 warns of it as an argument
@@ -1455,7 +1459,8 @@ def load_checkpoint(state: TrainingState) -> None:
     patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
     for name, param in state.gpt.named_parameters():
         was_control = is_control_tensor(name, old.get(patterns, new[patterns]))
-        if param.ndim == 2 and was_control != is_control_tensor(name, new[patterns]):
+        is_matrix = param.ndim == 2 and name.startswith("blocks.") and name in saved["model"]
+        if is_matrix and was_control != is_control_tensor(name, new[patterns]):
             raise InputError(f"{path} has other {patterns.upper()}: set them")
     changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
     state.load_state_dict(saved, str(path))
@@ -1502,12 +1507,8 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
 def log_warnings(validation: Validation, runtime: Runtime) -> None:
     """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
-    usual_names = {
-        "LR": "MATRIX_LR",
-        "LEARNING_RATE": "MATRIX_LR",
-        "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
-    }
-    usual_names |= {"STEPS": "ITERATIONS", "MAX_STEPS": "ITERATIONS", "EPOCHS": "ITERATIONS"}
+    usual_names = dict(LR="MATRIX_LR", LEARNING_RATE="MATRIX_LR", BATCH_SIZE="TRAIN_BATCH_TOKENS")
+    usual_names |= dict(STEPS="ITERATIONS", MAX_STEPS="ITERATIONS", EPOCHS="ITERATIONS")
     for name in sorted(os.environ.keys() - {*knobs}):
         text = usual_names.get(name.upper(), name.upper())
         for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):

@@ -207,7 +207,7 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     assert (result["train_ms"], result["eval_ms"]) == (1000, 100_000)
 
 
-@pytest.mark.parametrize("cap", ["1.201", "1.25", "1.299", "1.3"])
+@pytest.mark.parametrize("cap", ["0.11", "0.15", "1.201", "1.25", "1.3"])
 def test_a_run_ends_within_a_step_of_the_cap_on_a_late_device(tmp_path, knobs, monkeypatch, cap):
     """A step takes 10 ms of the host and 100 ms of the device, which starts it after the one before
     has ended. The host never waits for the current step, except near the cap."""
@@ -238,7 +238,7 @@ def test_a_run_ends_within_a_step_of_the_cap_on_a_late_device(tmp_path, knobs, m
     (line,) = [line for line in log if line.startswith("stopping_early")]
     elapsed_ms, steps = map(int, re.search(r":(\d+)ms step:(\d+)/", line).groups())
     assert 0 <= elapsed_ms - 1000 * float(cap) < 100
-    assert waits < steps / 2
+    assert waits < steps / 2 or float(cap) < 1
 
 
 def test_only_rank_0_writes_files_and_ranks_need_not_share_any(tmp_path, dataset, knobs):

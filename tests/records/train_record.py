@@ -8,7 +8,8 @@ With no such knob it does what train_gpt.py does, on a CPU bit for bit. README.m
 A run: read the knobs, start the processes, build data, model and optimizers, warm up, train, then
 write the model, compress it and score what was compressed (`run` and `finish`).
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
-
+Used before they are defined: a Runtime has this process's rank, device and log;
+its `gather` gives every rank the values of all; a Stopwatch counts training time, without pauses.
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
@@ -507,7 +508,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Set weights and dtypes. The baseline builds its model in bf16: round weights to that."""
-        # Each block starts as the identity. Of Muon's matrices, step 1 changes only these.
+        # Each block starts as the identity. If tied, step 1 changes only these of Muon's matrices.
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.proj.weight.zero_()
@@ -1032,7 +1033,7 @@ def unscale_gradients(state: TrainingState) -> bool:
     is_finite = state.scaler.get_scale() >= scale
     state.skipped_steps += int(not is_finite)
     if state.scaler.get_scale() < 1:
-        raise InputError("fp16 gradients are not finite at any loss scale: set DTYPE=fp32")
+        raise InputError("fp16 gradients are not finite even at a loss scale of 1: set DTYPE=fp32")
     return is_finite
 
 
@@ -1064,9 +1065,9 @@ def train(state: TrainingState, validation: "Validation") -> int:
         state.step += 1
         if hp.ema_decay > 0:
             state.update_ema()
-        # Near the cap, the clock is exact: a run ends less than one (steady) step after it.
-        is_near_cap = cap_ms > 0 and elapsed_ms * (1 + 4 / state.step) >= cap_ms
-        state.stopwatch.lap(wait=is_near_cap)
+        # Near the cap, the clock is exact: a run ends less than one step after it.
+        is_near_cap = state.step <= 3 or elapsed_ms * (1 + 4 / state.step) >= cap_ms
+        state.stopwatch.lap(wait=cap_ms > 0 and is_near_cap)
         log_step(state, rank_loss)
         if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
             save_checkpoint(state)
@@ -1110,6 +1111,8 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
 
 
 # ---- Evaluation -----------------
+# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
+# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
 class Validation:
     """The validation split, cut to whole sequences plus one target."""
 
@@ -2320,8 +2323,7 @@ def write_model(state: TrainingState) -> tuple[bytes, str, float, dict[str, int]
 
 
 # ---- Checkpoints ----------------
-# Not the checkpoint's:
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps", "weight_decay")
+OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps", "weight_decay")  # this run's
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
@@ -2387,7 +2389,8 @@ def load_checkpoint(state: TrainingState) -> None:
     patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
     for name, param in state.gpt.named_parameters():
         was_control = is_control_tensor(name, old.get(patterns, new[patterns]))
-        if param.ndim == 2 and was_control != is_control_tensor(name, new[patterns]):
+        is_matrix = param.ndim == 2 and name.startswith("blocks.") and name in saved["model"]
+        if is_matrix and was_control != is_control_tensor(name, new[patterns]):
             raise InputError(f"{path} has other {patterns.upper()}: set them")
     changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
     state.load_state_dict(saved, str(path))
@@ -2434,12 +2437,8 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
 def log_warnings(validation: Validation, runtime: Runtime) -> None:
     """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
-    usual_names = {
-        "LR": "MATRIX_LR",
-        "LEARNING_RATE": "MATRIX_LR",
-        "BATCH_SIZE": "TRAIN_BATCH_TOKENS",
-    }
-    usual_names |= {"STEPS": "ITERATIONS", "MAX_STEPS": "ITERATIONS", "EPOCHS": "ITERATIONS"}
+    usual_names = dict(LR="MATRIX_LR", LEARNING_RATE="MATRIX_LR", BATCH_SIZE="TRAIN_BATCH_TOKENS")
+    usual_names |= dict(STEPS="ITERATIONS", MAX_STEPS="ITERATIONS", EPOCHS="ITERATIONS")
     for name in sorted(os.environ.keys() - {*knobs}):
         text = usual_names.get(name.upper(), name.upper())
         for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):
