@@ -87,6 +87,9 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
     assert re.search(r"^time of a step: \d\.\d+ times", output, re.M) and errors == ""
     command = r".* NUM_LAYERS=3 .* python \S*experiment.py --out .* --seeds 4 5 6 7$"
     assert re.search(rf"fresh seeds\n    {command}", output, re.M)
+    again = run("--seeds", "1", "2", "3")[1]
+    assert again.count(" --seeds ") == 1 and "--seeds 4 5 6 7\n" in again
+    assert "fresh seeds" not in run("--seeds", "2", "3", "1")[1]  # a row of its own
     assert picture.is_file()
 
 
