@@ -238,13 +238,14 @@ class Experiment:
         needed = f"to stand among the changes tried, it needs {len(claims) / (0.1 * k):.3g}"
         print(f"evidence of all its seeds: {self.row['evidence']}; {needed}")
         own = [row for row in rows if (row["baseline"], row["candidate"]) == sides]
+        advice = "luck helped to find this gain: measure it with fresh seeds"
         if len({row["first_seed"] for row in own}) > 1:
-            return  # fresh seeds were tried
+            advice = "more evidence, if you want it, with seeds that are fresh again"
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
         seeds = ledger.fresh_seeds(max(4, len(self.gains)), stored)
         command = re.sub(r" --seeds( \d+)+", "", self.args.command)
         command += f" --seeds {' '.join(map(str, seeds))}"
-        print(f"luck helped to find this gain: measure it with fresh seeds\n    {command}")
+        print(f"{advice}\n    {command}")
 
     def draw(self) -> None:
         """Draw the pairs into --picture, or print the command that does."""
