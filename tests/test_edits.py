@@ -28,7 +28,8 @@ class DeadMLP(train_gpt.MLP):
 
 def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs, monkeypatch):
     monkeypatch.setattr(train_gpt, "MLP", DeadMLP)
-    failed(run_here(tmp_path, knobs), "blocks.0.mlp.dead got no gradient")
+    result = run_here(tmp_path, {**knobs, "WARMUP_STEPS": "0"})
+    failed(result, "blocks.0.mlp.dead got no gradient")
 
 
 # ---- Optimizers ----------------------------------------------------------------------------------

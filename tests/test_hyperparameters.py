@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 from runs import finished, run_here, same_models
@@ -54,10 +55,11 @@ def test_a_script_loads_as_a_module_that_nobody_knows():
 
 def test_every_type_is_converted():
     environ = {"NUM_LAYERS": "3", "MATRIX_LR": "2e-2", "TIE_EMBEDDINGS": "0", "RUN_ID": "x"}
-    environ |= {"CONTROL_TENSOR_NAME_PATTERNS": "a, b,,c"}
+    environ |= {"CONTROL_TENSOR_NAME_PATTERNS": "a, b,,c", "OUTPUT_DIR": "~/x"}
     hp = Hyperparameters.from_env(environ)
     assert (hp.num_layers, hp.matrix_lr, hp.tie_embeddings, hp.run_id) == (3, 0.02, False, "x")
     assert hp.control_tensor_name_patterns == ("a", "b", "c")
+    assert hp.output_dir == str(Path.home() / "x")
     assert hp.int8_keep_float_fp32_name_patterns == ("a", "b", "c")  # follows unless set
     both = {**environ, "INT8_KEEP_FLOAT_FP32_NAME_PATTERNS": "b"}
     assert Hyperparameters.from_env(both).int8_keep_float_fp32_name_patterns == ("b",)
