@@ -1209,7 +1209,7 @@ def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
     """Raise InputError if ranks differ in script, knobs, dtype, torch or sizes of data files."""
     may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
     facts = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
-    facts |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
+    facts |= {"the script": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
     paths = filter(os.path.isfile, [*glob.glob(hp.files("*")), hp.tokenizer_path])
     facts["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
     first, *others = runtime.gather(facts)

@@ -83,7 +83,7 @@ def another_script() -> None:
         ({"TRAIN_LOG_EVERY": "15", "SEED": "2"}, "SEED, TRAIN_LOG_EVERY"),
         ({"DATA_PATH": "other"}, "data"),
         ({"TOKENIZER_PATH": "other/small.model"}, "data"),
-        ({"SCRIPT": "other/edited.py"}, "train_gpt.py"),
+        ({"SCRIPT": "other/edited.py"}, "the script"),
     ],
 )
 def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own, word):
