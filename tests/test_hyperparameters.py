@@ -1,7 +1,6 @@
 """Hyperparameters: defaults, conversion, presets, errors."""
 
 import dataclasses
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -43,14 +42,6 @@ def test_defaults_are_the_contracts():
     assert all(type(value) is type(DEFAULTS[name]) for name, value in found.items())
     assert re.fullmatch(r"\d{6}-\d{6}-[0-9a-f]{4}", run_id)  # year to second, and at random
     assert run_id != Hyperparameters().run_id
-
-
-def test_a_script_loads_as_a_module_that_nobody_knows():
-    """dataclass would look for the names of quoted annotations in sys.modules."""
-    spec = importlib.util.spec_from_file_location("unknown", inspect.getsourcefile(Hyperparameters))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.Hyperparameters.from_env({"SEED": "2"}).seed == 2
 
 
 def test_every_type_is_converted():
