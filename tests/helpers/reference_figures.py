@@ -17,11 +17,10 @@ from types import ModuleType
 
 import numpy as np
 import torch
+from texts import write_shard
 from torch import Tensor, nn
 
 V, L, D, H, K, T = 256, 5, 128, 4, 2, 64  # the letters of train_gpt.py
-MUON_SHAPES = ((64, 64), (32, 64), (128, 64), (64, 128))
-SHARD_TOKENS = (5000, 3000, 7001)
 REFERENCE = Path(__file__).resolve().parents[1] / "reference.json"
 
 Figures = dict[str, dict[str, str]]  # by section and name
@@ -47,8 +46,8 @@ def build_gpt(script: ModuleType, tied: bool, dtype: torch.dtype) -> nn.Module:
 
 def wave(shape: tuple[int, ...], phase: float, amplitude: float = 0.2) -> Tensor:
     """Return a sine that does not repeat itself, in fp32, as a stand-in for random values."""
-    values = amplitude * np.sin(0.7548776662 * np.arange(1, np.prod(shape) + 1) + phase)
-    return torch.from_numpy(values).float().view(shape)
+    t = np.arange(1, np.prod(shape) + 1)
+    return torch.from_numpy(amplitude * np.sin(0.7548776662 * t + phase)).float().view(shape)
 
 
 def summary(tensor: Tensor) -> str:
@@ -78,7 +77,8 @@ def gradients(gpt: nn.Module) -> dict[str, Tensor]:
 
 def muon_changes(script: ModuleType) -> dict[str, Tensor]:
     """Changes of matrices in five steps."""
-    start = [wave(shape, i) for i, shape in enumerate(MUON_SHAPES)]
+    shapes = ((64, 64), (32, 64), (128, 64), (64, 128))
+    start = [wave(shape, i) for i, shape in enumerate(shapes)]
     params = [nn.Parameter(values.clone()) for values in start]
     muon = script.Muon(params, lr=0.04, momentum=0.95, backend_steps=5)
     for step in range(5):
@@ -106,13 +106,10 @@ def quantization(script: ModuleType) -> Figures:
 
 
 def batches(script: ModuleType, folder: str) -> dict[str, str]:
-    """Hashes of 40 batches of each rank, from three shards whose lengths divide nothing."""
-    for i, n in enumerate(SHARD_TOKENS):
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, n
+    """Hashes of 40 batches of each rank, from three shards of uneven lengths."""
+    for i, n in enumerate((5000, 3000, 7001)):
         tokens = (7919 * np.arange(n) + 31 * i) % 997 % V
-        shard = Path(folder, f"fineweb_train_{i:06d}.bin")
-        shard.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+        write_shard(Path(folder, f"fineweb_train_{i:06d}.bin"), tokens)
     hashes = {}
     for W in (1, 2, 4, 8):
         for rank in range(W):
