@@ -144,5 +144,5 @@ def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_corpus, "split_documents", lambda _: (TEXTS[:4], TEXTS[4:]))
     output = run_here(tmp_path, {}, demo_corpus, ["--caseops"]).stdout
     num_bytes = sum(len(original(base, text).encode()) for text in TEXTS[:4])
-    assert f" (lzma on {num_bytes} validation bytes)\n" in output
+    assert f" (xz -9e on {num_bytes} validation bytes)\n" in output
     assert (tmp_path / "datasets/demo_sp1024_caseops").is_dir()

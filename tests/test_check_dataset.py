@@ -140,12 +140,11 @@ def test_short_documents_that_repeat_are_a_warning(capsys, folder, tokenizer):
     assert "WARNING: many documents of under 50 tokens repeat" in output
 
 
-@pytest.mark.parametrize("options", [["-u"], []])
-def test_a_program_ends_with_the_reader_of_its_output(options):
-    """Such as head. With -u, stdout has no buffer."""
+def test_a_program_ends_with_the_reader_of_its_output():
+    """Such as head."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, *options, check_dataset.__file__, "--help"]
+    command = [sys.executable, check_dataset.__file__, "--help"]
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env={})
     os.close(writer)
-    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, b"")
+    assert (result.returncode, result.stderr) == (-signal.SIGPIPE, b"")
