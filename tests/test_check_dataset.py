@@ -60,6 +60,9 @@ def test_damaged_and_missing_shards_are_named(capsys, folder, tokenizer):
     assert str(folder / VAL) in val and "magic 7" in val
     assert f"{folder / TRAIN} is missing" in missing
     assert str(last) in train and "header says 100 tokens" in train
+    (folder / VAL).unlink()
+    assert f"{folder / VAL} is missing" in check(capsys, folder, tokenizer)[1][0]
+    assert "nowhere is not a folder" in check(capsys, folder / "nowhere", tokenizer)[1][0]
 
 
 def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
