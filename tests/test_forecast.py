@@ -5,7 +5,7 @@ import os
 import forecast
 import pack
 import pytest
-from runs import ROOT, SCRIPT, run_here
+from runs import ROOT, SCRIPT
 
 
 def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, monkeypatch, capsys):
@@ -25,10 +25,6 @@ def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, mon
     text = SCRIPT.read_text().replace("= 16_000_000", "= 1000")
     script.write_text(text, encoding="utf-8-sig")  # with a byte order mark
     sizes_of(script, "0.3", code=1)
-    for std in ("-1", "nan", "inf", "1e9", "x"):
-        result = run_here(tmp_path, {}, forecast, ["--std", std])
-        assert f"--std: '{std}' is not a number >= 0 and <= 1000\n" in result.stderr
-        assert result.returncode == 2
 
 
 @pytest.mark.baseline

@@ -86,8 +86,8 @@ def test_a_run_cannot_resume_another_model_nor_what_is_no_checkpoint(
 @pytest.fixture
 def score_knobs(tmp_path, quantized_knobs) -> dict[str, str]:
     """Knobs with a validation split, but no training shards."""
-    data = tmp_path / "data"
-    data.mkdir()
+    data = tmp_path / "datasets" / "name"
+    data.mkdir(parents=True)
     shutil.copy(Path(quantized_knobs["DATA_PATH"]) / "fineweb_val_000000.bin", data)
     return {"DATA_PATH": str(data), "DEVICE": "cpu"}
 
@@ -113,7 +113,7 @@ def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path,
     assert lines[-1] == trained[1][-1]
     assert lines[-2].startswith("final_int8_zlib_roundtrip val_loss:")
     assert not [line for line in lines if line.startswith(("step:", "warmup_step:", "WARNING"))]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "logs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["datasets", "logs"]
 
 
 def test_the_environment_overrides_the_knobs_of_the_run(
@@ -138,8 +138,8 @@ def test_unquantized_weights_have_another_line(trained, tmp_path, score_knobs, n
 
 
 def test_two_ranks_score_as_one(trained, tmp_path, score_knobs):
-    command = [score.__file__, trained[0] / ARTIFACT, "--losses", tmp_path / "losses.npy"]
-    results = run_ranks(tmp_path, score_knobs, 2, command)
+    command = [score.__file__, trained[0] / ARTIFACT, "--losses=~/losses.npy"]
+    results = run_ranks(tmp_path, {**score_knobs, "HOME": str(tmp_path)}, 2, command)
     assert [result.returncode for result in results] == [0, 0], results[1].stderr
     found = scores(finished(results[0])[-1])
     assert found == pytest.approx(scores(trained[1][-1]), abs=2e-6)
@@ -147,6 +147,13 @@ def test_two_ranks_score_as_one(trained, tmp_path, score_knobs):
     assert losses.dtype == np.float32 and losses.shape == (1472,)
     assert losses.mean(dtype=np.float64) == pytest.approx(found[0], abs=1e-7) and losses.all()
     assert results[1].stdout == ""
+
+
+def test_losses_never_replace_a_file_of_another_kind(trained, tmp_path):
+    model = Path(shutil.copy(trained[0] / MODEL, tmp_path))
+    result = run_here(tmp_path, {}, score, [str(model), f"--losses={model}"])
+    assert result.returncode == 2 and "must end in .npy" in result.stderr
+    assert model.read_bytes() == (trained[0] / MODEL).read_bytes()
 
 
 def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, score_knobs):
@@ -159,24 +166,21 @@ def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, scor
 
 
 @pytest.mark.parametrize(
-    "lacking, word",
-    [({"ema_decay": 0.5}, "tests/records/train_record.py"), ({"own": True}, "OWN=1")],
+    "own, script, lacks",
+    [
+        ({"ema_decay": 0.5, "xsa_layers": 0}, "tests/records/train_record.py", "EMA_DECAY=0.5"),
+        ({"own": True}, "logs/test.txt", "OWN=1"),
+    ],
 )
-def test_another_script_is_a_warning(trained, tmp_path, score_knobs, lacking, word):
-    copy_result(trained[0], tmp_path, lacking, bytes_code=7)
-    lines = score_file(tmp_path, score_knobs, Path(shutil.copy(trained[0] / ARTIFACT, tmp_path)))
-    (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert word in warning and "--script" in warning
-
-
-def test_a_split_that_is_not_the_manifests_is_a_warning(trained, tmp_path, score_knobs):
-    """A shard was cut, and its header was adapted."""
-    data = shutil.copytree(score_knobs["DATA_PATH"], tmp_path / "datasets" / "name")
+def test_another_script_or_split_is_a_warning(trained, tmp_path, score_knobs, own, script, lacks):
+    """Only techniques that are on are named, again before the score. The split was cut."""
     manifest = {"datasets": [{"name": "name", "stats": {"tokens_val": 1501}}]}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    lines = score_file(tmp_path, {**score_knobs, "DATA_PATH": str(data)}, trained[0] / ARTIFACT)
-    (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert "1,501" in warning and "manifest.json" in warning
+    copy_result(trained[0], tmp_path, own)
+    lines = score_file(tmp_path, score_knobs, Path(shutil.copy(trained[0] / ARTIFACT, tmp_path)))
+    first, split, again = (line for line in lines if line.startswith("WARNING"))
+    assert f"use --script {script}, " in first and first.endswith(f"lacks {lacks}")
+    assert "1,501" in split and "manifest.json" in split and again == first == lines[-3]
 
 
 def test_a_result_that_is_missing_damaged_or_of_another_run_is_named(
@@ -191,10 +195,9 @@ def test_a_result_that_is_missing_damaged_or_of_another_run_is_named(
     failed(run_here(tmp_path, score_knobs, score, [path]), ARTIFACT, RESULT, "crc32")
 
 
-@pytest.mark.parametrize("name", [MODEL, CHECKPOINT, ARTIFACT])
-def test_weights_that_do_not_fit_name_knobs_and_log(trained, tmp_path, score_knobs, name):
+def test_weights_that_do_not_fit_name_knobs_and_log(trained, tmp_path, score_knobs):
     environ = {**score_knobs, "NUM_LAYERS": "3"}
-    error = failed(run_here(tmp_path, environ, score, [str(trained[0] / name)]), name)
+    error = failed(run_here(tmp_path, environ, score, [str(trained[0] / ARTIFACT)]), ARTIFACT)
     differ = r"knobs that differ: DATA_PATH=.*, NUM_LAYERS=3 \(its run: 2\); --script logs/test.txt"
     assert re.search(differ, error), error
 
@@ -205,9 +208,9 @@ def test_an_undone_edit_is_scored_with_the_script_of_the_log(trained, tmp_path, 
     copy_result(trained[0], tmp_path, {}, bytes_code=len(edited))
     path, log = shutil.copy(trained[0] / ARTIFACT, tmp_path), tmp_path / "logs" / "test.txt"
     lines = score_file(tmp_path, score_knobs, path)
-    (warning,) = [line for line in lines if line.startswith("WARNING")]
-    assert "--script logs/test.txt" in warning
+    assert "--script logs/test.txt" in lines[-3]
     log.write_bytes(edited + b"\n" + 100 * b"=" + b"\nRunning Python 3")
-    result = run_here(tmp_path, score_knobs, score, [path, f"--script={log}"])
+    environ = {**score_knobs, "HOME": str(tmp_path)}
+    result = run_here(tmp_path, environ, score, [path, "--script=~/logs/test.txt"])
     assert "val_loss:1.25000000" in finished(result)[-1] and "WARNING" not in result.stdout
     failed(run_here(tmp_path, score_knobs, score, [path, f"--script={path}"]), "has no script")

@@ -154,6 +154,13 @@ def test_an_unfair_edit_breaks_its_rule(small, edit, monkeypatch):
     monkeypatch.setattr(train_gpt, "final_losses", final_losses)
     findings = judge(train_gpt, small)
     assert broken(findings) == UNFAIR[edit], findings
+    if edit is hint_in_a_circle:  # each document needs a later one, and the last one the first
+        cycle = (
+            r"to decode place (\d+) \('.+'\) you need place (\d+), and for \2 you need (\d+), and "
+        )
+        places = re.search(rf"{cycle}for \3 you need \1$", findings[ORDER][1])
+        first, second, third = map(int, places.groups())
+        assert first < second < third or second < third < first or third < first < second
 
 
 EARLY = {
@@ -191,23 +198,21 @@ def test_validation_documents_that_also_train_are_a_leak(small, tmp_path):
     assert broken(judge(train_gpt, {**small, "DATA_PATH": str(tmp_path)})) == [LEAKS]
 
 
-def test_without_bos_documents_cannot_be_judged(small, tmp_path):
-    for path in Path(small["DATA_PATH"]).glob("*.bin"):
-        tokens = read_shard(path)
-        write_shard(tmp_path / path.name, tokens[tokens != 1])
-    findings = judge(train_gpt, {**small, "DATA_PATH": str(tmp_path)})
-    assert [findings[rule][0] for rule in (BYTES, LEAKS)] == ["not tested"] * 2
-
-
-def test_a_cut_split_and_a_train_shard_that_cannot_be_read_are_named(small, tmp_path):
+def test_what_the_shards_lack_is_named(small, tmp_path):
+    """BOS, a part of the split, a train shard."""
     data = shutil.copytree(small["DATA_PATH"], tmp_path / "datasets" / "name")
     manifest = {"datasets": [{"name": "name", "stats": {"tokens_val": 10**6}}]}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     (data / "fineweb_train_1.bin").symlink_to("nowhere")
-    findings = judge(train_gpt, {**small, "DATA_PATH": str(data)})
+    environ = {**small, "DATA_PATH": str(data)}
+    findings = judge(train_gpt, environ)
     assert findings[TARGETS][0] == "broken" and "manifest.json" in findings[TARGETS][1]
     verdict, reason = findings[LEAKS]
     assert verdict == "not tested" and "fineweb_train_1.bin cannot be read" in reason
+    tokens = read_shard(data / "fineweb_val_0.bin")
+    write_shard(data / "fineweb_val_0.bin", tokens[tokens != 1])
+    findings = judge(train_gpt, environ)
+    assert findings[BYTES] == findings[LEAKS] == ("not tested", referee.NO_BOS)
 
 
 def test_a_lone_space_in_bytes_is_one_byte_and_a_wrong_tokenizer_is_named(small, tmp_path):
@@ -224,8 +229,10 @@ def test_a_lone_space_in_bytes_is_one_byte_and_a_wrong_tokenizer_is_named(small,
     case = referee.Case(train_gpt, gpt, train_gpt.Validation(gpt.hp), ALONE, tmp_path)
     assert not referee.check_bytes(case)[0]  # its decoder drops spaces on both sides of a text
     case.validation.is_tokenizer_right = True
-    size = 2 * len("7 é 7 é ".encode())
-    assert referee.check_bytes(case) == (True, f"{size} in the decoded text, {size} in the score")
+    size, bits = 2 * len("7 é 7 é ".encode()), 3 * math.log2(len(document))
+    is_right, measured = referee.check_bytes(case)
+    assert is_right and measured.startswith(f"{size} in the decoded text, {size} in the score;")
+    assert measured.endswith(f"3 documents, taken as known, cost at most {bits / size:.4f} BPB")
 
 
 @pytest.mark.parametrize("gpus", [1, 8])  # without eight, times are shown, not judged
@@ -241,19 +248,32 @@ def test_limits_count_calibration(tmp_path, monkeypatch, gpus, change):
         assert referee.check_limits(case)[0] == holds
 
 
-def test_the_program_prints_a_table_and_exits_with_the_verdict(trained, tmp_path, capsys):
+def test_the_program_prints_a_table_and_exits_with_the_verdict(
+    trained, tmp_path, capsys, monkeypatch
+):
+    """A score is not fair if order and sums were not tested. Of the rest, a line says it."""
     artifact, result = (trained[0] / name for name in ("final_model.int8.ptz", "final_result.json"))
     model, five = tmp_path / "model", [*referee.RULES][:5]
-    for argument, verdict in [("--tokens=256", "holds"), ("--minutes=0", "not tested")]:
-        assert referee.main([str(artifact), argument]) == 0
-        assert re.findall(rf"^(\S.*\S) +{verdict}  ", capsys.readouterr().out, re.M)[:5] == five
+
+    def run(path: Path, *options: str) -> tuple[int, list[str]]:
+        code = referee.main([str(path), *options])
+        return code, capsys.readouterr().out.splitlines()
+
+    code, lines = run(artifact, "--tokens=256")
+    assert (
+        code == 0 and [r for r in five if any(re.match(f"{r} +holds  ", x) for x in lines)] == five
+    )
+    code, lines = run(artifact, "--minutes=0")
+    assert code == 3 and lines[-1] == f"not tested: {', '.join(five)}"
+    data = json.loads(result.read_bytes())
+    shutil.copy(f"{data['knobs']['data_path']}/fineweb_val_000000.bin", tmp_path)
+    monkeypatch.setenv("DATA_PATH", str(tmp_path))
+    code, lines = run(artifact, "--tokens=256")
+    assert code == 0 and lines[-1] == f"not tested: {LEAKS}"
     shutil.copy(artifact, model)
-    large = {**json.loads(result.read_bytes()), "bytes_total": 16_000_001}
-    (tmp_path / result.name).write_text(json.dumps(large))
-    assert referee.main([str(model), "--minutes=0"]) == 1
+    (tmp_path / result.name).write_text(json.dumps({**data, "bytes_total": 16_000_001}))
+    assert run(model, "--minutes=0")[0] == 1
     model.write_bytes(b"no model")
-    assert referee.main([str(model)]) == 2
-    for option in ("--places=0", "--tokens=-1", "--minutes=nan"):
-        with pytest.raises(SystemExit, match="2"):
-            referee.main([str(model), option])
-        assert f"argument {option.partition('=')[0]}: " in capsys.readouterr().err
+    assert run(model)[0] == 2
+    with pytest.raises(SystemExit, match="2"):
+        run(model, "--minutes=nan")
