@@ -1,10 +1,13 @@
-"""pack.py: a packed script does what the script does, and its errors show its source."""
+"""pack.py: a packed script does what the script does, and its errors show its source. forecast.py:
+the bytes of a model and its script, without data."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import forecast
+import pack
 import pytest
 from runs import ROOT, SCRIPT, finished, run_ranks
 from trained import RECORD
@@ -57,18 +60,16 @@ def test_a_packed_script_shows_its_lines_in_a_traceback(tmp_path):
 
 
 def test_the_last_script_of_a_log_is_packed_whole_or_not_at_all(tmp_path):
-    """The first line that cannot be of a log begins it. An error after that is not skipped."""
-    header = f"\n{'=' * 100}\nRunning Python 3\n"
+    """The first line that no log has begins it. An error after that is not skipped."""
+    header = f"\n{'=' * 100}\nRunning Python 3\nlogs/a.txt\nwarmup_step:1/3\n"
     script = "# A script.\nx = 1\n\nimport os\nprint(x)\n"
     for text in (script, script.replace("\n\n", "\nx = = 2\n")):
-        log = f"{MODULE}{header}logs/a.txt\nwarmup_step:1/3\n{text}{header}logs/a.txt\n"
-        (tmp_path / "log.txt").write_text(log)
+        (tmp_path / "log.txt").write_text(MODULE + header + text + header)
         result = run(tmp_path, PACK, "log.txt", "packed.py")
-        assert run(tmp_path, "packed.py").stdout == "1\n"  # the first one, also after the second
-        if text == script:
-            assert result.stdout.startswith(f"log.txt: {len(script)} bytes, packed.py: ")
-    assert result.returncode == 2 and "log.txt has a script with a syntax error" in result.stderr
-    assert "(script, line 3)" in result.stderr and result.stderr.count("\n") == 1
+        assert run(tmp_path, "packed.py").stdout == "1\n"  # also after the second one
+        assert (f"log.txt: {len(script)} bytes, packed.py: " in result.stdout) == (text == script)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "log.txt has a script with a syntax error" in result.stderr and "line 3" in result.stderr
 
 
 def test_programs_find_their_own_modules(tmp_path):
@@ -105,3 +106,27 @@ def test_an_error_writes_nothing(tmp_path):
         assert result.returncode == 2 and result.stderr.endswith(f"{words}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.py", "link.py"]
     assert (tmp_path / "link.py").read_text() == "("
+
+
+def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", quantized_knobs | {"DATA_PATH": "none"})
+
+    def sizes_of(script: Path, std: str, code: int = 0) -> list[int]:
+        assert forecast.main([str(script), "--std", std]) == code
+        lines = capsys.readouterr().out.splitlines()
+        return [int(line.split()[1].replace(",", "")) for line in lines]
+
+    num_params, artifact, packed, left = sizes_of(SCRIPT, "0.3")
+    assert 0.5 * num_params < artifact == 16_000_000 - packed - left
+    assert packed == len(pack.pack(SCRIPT))
+    assert sizes_of(SCRIPT, "0.01")[1] < 0.97 * artifact  # small weights use fewer levels
+    (tmp_path / "small.py").write_text(SCRIPT.read_text().replace("= 16_000_000", "= 1000"))
+    assert sizes_of(tmp_path / "small.py", "0.3", code=1)[1] == artifact
+
+
+@pytest.mark.baseline
+@pytest.mark.records
+@pytest.mark.parametrize("preset", ["record1394", "record1855", "record2014", "record2135"])
+def test_a_record_fits(preset, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PRESET": preset})
+    assert forecast.main([str(RECORD)]) == 0

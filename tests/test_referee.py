@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 from collections import Counter
@@ -124,24 +125,12 @@ def hash_the_target_into_the_key(model: nn.Module, logits: Tensor, tokens: Tenso
     return losses
 
 
-def hint_for_half_of_the_targets(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Raise the logit of what followed the last time, but only if the target's id is even. This
-    stands for hints that are given only if the target begins a word."""
-    last = {}
-    for i, (token, target) in enumerate(itertools.pairwise(tokens.tolist())):
-        if token in last and target % 2 == 0:
-            logits[i, last[token]] += 2
-        last[token] = target
-    return F.cross_entropy(logits, tokens[1:], reduction="none")
-
-
 UNFAIR = {
     train_on_the_split: [ORDER, SUMS],
     hint_in_a_circle: [ORDER],
     skip_hard_tokens: [SUMS, TARGETS],
     mix_where_the_target_was_seen: [SUMS],
     hash_the_target_into_the_key: [SUMS],
-    hint_for_half_of_the_targets: [SUMS],
 }
 
 
@@ -198,20 +187,10 @@ def test_validation_documents_that_also_train_are_a_leak(small, tmp_path):
     assert broken(judge(train_gpt, {**small, "DATA_PATH": str(tmp_path)})) == [LEAKS]
 
 
-def test_what_the_shards_lack_is_named(small, tmp_path):
-    """BOS, a part of the split, a train shard."""
-    data = shutil.copytree(small["DATA_PATH"], tmp_path / "datasets" / "name")
-    manifest = {"datasets": [{"name": "name", "stats": {"tokens_val": 10**6}}]}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    (data / "fineweb_train_1.bin").symlink_to("nowhere")
-    environ = {**small, "DATA_PATH": str(data)}
-    findings = judge(train_gpt, environ)
-    assert findings[TARGETS][0] == "broken" and "manifest.json" in findings[TARGETS][1]
-    verdict, reason = findings[LEAKS]
-    assert verdict == "not tested" and "fineweb_train_1.bin cannot be read" in reason
-    tokens = read_shard(data / "fineweb_val_0.bin")
-    write_shard(data / "fineweb_val_0.bin", tokens[tokens != 1])
-    findings = judge(train_gpt, environ)
+def test_without_bos_documents_cannot_be_judged(small, tmp_path):
+    tokens = read_shard(Path(small["DATA_PATH"], "fineweb_val_0.bin"))
+    write_shard(tmp_path / "fineweb_val_0.bin", tokens[tokens != 1])
+    findings = judge(train_gpt, {**small, "DATA_PATH": str(tmp_path)})
     assert findings[BYTES] == findings[LEAKS] == ("not tested", referee.NO_BOS)
 
 
@@ -236,44 +215,40 @@ def test_a_lone_space_in_bytes_is_one_byte_and_a_wrong_tokenizer_is_named(small,
 
 
 @pytest.mark.parametrize("gpus", [1, 8])  # without eight, times are shown, not judged
-@pytest.mark.parametrize("change", [{"train_ms": 595_102}, {"eval_ms": 600_001}])
-def test_limits_count_calibration(tmp_path, monkeypatch, gpus, change):
+def test_limits_count_calibration(tmp_path, monkeypatch, gpus):
     """The last step need only begin before the limit."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     case = SimpleNamespace(script=train_gpt, path=tmp_path / "model")
     fits = {"bytes_total": 16_000_000, "train_ms": 595_100, "steps": 5951, "gptq_ms": 5000}
     fits |= {"eval_ms": 600_000}
-    for facts, holds in ((fits, True), ({**fits, **change}, gpus < 8)):
-        (tmp_path / "final_result.json").write_text(json.dumps(facts))
-        assert referee.check_limits(case)[0] == holds
+    for change in ({}, {"train_ms": 595_102}, {"eval_ms": 600_001}):
+        (tmp_path / "final_result.json").write_text(json.dumps({**fits, **change}))
+        assert referee.check_limits(case)[0] == (not change or gpus < 8)
 
 
 def test_the_program_prints_a_table_and_exits_with_the_verdict(
-    trained, tmp_path, capsys, monkeypatch
+    trained, tmp_path, capsys, monkeypatch, quantized_knobs
 ):
-    """A score is not fair if order and sums were not tested. Of the rest, a line says it."""
-    artifact, result = (trained[0] / name for name in ("final_model.int8.ptz", "final_result.json"))
-    model, five = tmp_path / "model", [*referee.RULES][:5]
-
-    def run(path: Path, *options: str) -> tuple[int, list[str]]:
-        code = referee.main([str(path), *options])
-        return code, capsys.readouterr().out.splitlines()
-
-    code, lines = run(artifact, "--tokens=256")
-    assert (
-        code == 0 and [r for r in five if any(re.match(f"{r} +holds  ", x) for x in lines)] == five
-    )
-    code, lines = run(artifact, "--minutes=0")
-    assert code == 3 and lines[-1] == f"not tested: {', '.join(five)}"
-    data = json.loads(result.read_bytes())
-    shutil.copy(f"{data['knobs']['data_path']}/fineweb_val_000000.bin", tmp_path)
-    monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    code, lines = run(artifact, "--tokens=256")
-    assert code == 0 and lines[-1] == f"not tested: {LEAKS}"
-    shutil.copy(artifact, model)
-    (tmp_path / result.name).write_text(json.dumps({**data, "bytes_total": 16_000_001}))
-    assert run(model, "--minutes=0")[0] == 1
-    model.write_bytes(b"no model")
-    assert run(model)[0] == 2
+    """Order and sums decide. Of other rules without a test there is only a line."""
+    model = shutil.copy(trained[0] / "final_model.int8.ptz", tmp_path)
+    result, five = tmp_path / "final_result.json", [*referee.RULES][:5]
+    facts = json.loads((trained[0] / result.name).read_bytes())
+    shutil.copy(f"{quantized_knobs['DATA_PATH']}/fineweb_val_000000.bin", tmp_path)
+    for environ, option, size, code, end in [
+        ({}, "--tokens=256", 1, 0, ""),
+        ({"DATA_PATH": str(tmp_path)}, "--tokens=256", 1, 0, f"not tested: {LEAKS}\n"),
+        ({}, "--minutes=0", 1, 3, f"not tested: {', '.join(five)}\n"),
+        ({}, "--minutes=0", 16_000_001, 1, f"not tested: {', '.join(five)}\n"),
+    ]:
+        result.write_text(json.dumps({**facts, "bytes_total": size}))
+        with monkeypatch.context() as context:
+            context.setattr(os, "environ", {**os.environ, **environ})
+            assert referee.main([model, option]) == code
+        out = capsys.readouterr().out
+        assert out.endswith(end) and (end or "\nnot tested" not in out)
+        verdict = "holds" if option == "--tokens=256" else "not tested"
+        assert five[:4] == re.findall(rf"^(\S.*\S) +{verdict}  ", out, re.M)[:4]
+    Path(model).write_bytes(b"no model")
+    assert referee.main([model]) == 2
     with pytest.raises(SystemExit, match="2"):
-        run(model, "--minutes=nan")
+        referee.main([model, "--minutes=nan"])
