@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 from collections import Counter
@@ -229,25 +228,25 @@ def test_limits_count_calibration(tmp_path, monkeypatch, gpus):
 def test_the_program_prints_a_table_and_exits_with_the_verdict(
     trained, tmp_path, capsys, monkeypatch, quantized_knobs
 ):
-    """Order and sums decide. Of other rules without a test there is only a line."""
+    """Without a test of order and sums no score is fair. Other rules without one are named."""
     model = shutil.copy(trained[0] / "final_model.int8.ptz", tmp_path)
     result, five = tmp_path / "final_result.json", [*referee.RULES][:5]
     facts = json.loads((trained[0] / result.name).read_bytes())
-    shutil.copy(f"{quantized_knobs['DATA_PATH']}/fineweb_val_000000.bin", tmp_path)
-    for environ, option, size, code, end in [
-        ({}, "--tokens=256", 1, 0, ""),
-        ({"DATA_PATH": str(tmp_path)}, "--tokens=256", 1, 0, f"not tested: {LEAKS}\n"),
-        ({}, "--minutes=0", 1, 3, f"not tested: {', '.join(five)}\n"),
-        ({}, "--minutes=0", 16_000_001, 1, f"not tested: {', '.join(five)}\n"),
+    for size, option, code, verdict, untested in [
+        (1, "--tokens=256", 0, "holds", ""),
+        (1, "--minutes=0", 3, "not tested", f"not tested: {', '.join(five)}\n"),
+        (16_000_001, "--minutes=0", 1, "not tested", f"not tested: {', '.join(five)}\n"),
     ]:
         result.write_text(json.dumps({**facts, "bytes_total": size}))
-        with monkeypatch.context() as context:
-            context.setattr(os, "environ", {**os.environ, **environ})
-            assert referee.main([model, option]) == code
+        assert referee.main([model, option]) == code
         out = capsys.readouterr().out
-        assert out.endswith(end) and (end or "\nnot tested" not in out)
-        verdict = "holds" if option == "--tokens=256" else "not tested"
-        assert five[:4] == re.findall(rf"^(\S.*\S) +{verdict}  ", out, re.M)[:4]
+        assert re.findall(rf"^(\S.*\S) +{verdict}  ", out, re.M)[:5] == five
+        assert out.endswith(untested) and (untested or "\nnot tested" not in out)
+    shutil.copy(f"{quantized_knobs['DATA_PATH']}/fineweb_val_000000.bin", tmp_path)
+    monkeypatch.setenv("DATA_PATH", str(tmp_path))  # has no train shards
+    result.write_text(json.dumps(facts))
+    assert referee.main([model, "--tokens=256"]) == 0
+    assert capsys.readouterr().out.endswith(f"\nnot tested: {LEAKS}\n")
     Path(model).write_bytes(b"no model")
     assert referee.main([model]) == 2
     with pytest.raises(SystemExit, match="2"):
