@@ -99,8 +99,8 @@ def script_of_log(path: Path) -> bytes:
     # The last header ends the script. Nothing marks its beginning: the file's first script begins
     # the file, and a later one follows the log lines after the header before it. But that header
     # may be text in the script: then what follows it does not parse.
-    before, is_found, _ = path.read_bytes().rpartition(HEADER)
-    if not is_found:
+    before = path.read_bytes().rpartition(HEADER)[0]
+    if not before.strip():
         raise ValueError(f"{path} has no script: name a script, or the logs/RUN_ID.txt of a run")
     headers = reversed([*re.finditer(re.escape(HEADER), before)])
     begins = [SCRIPT_START.search(before, header.end()) for header in headers]
