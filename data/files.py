@@ -13,6 +13,7 @@ import os
 import signal
 import struct
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,25 @@ def number(
     return convert
 
 
+def path(text: str) -> Path:
+    """Expand ~, as a shell does where a path begins with it: the `type` of an argument."""
+    return Path(os.path.expanduser(text))
+
+
 def cores() -> int:
-    """Return the number of cores that this process may use: taskset and SLURM can limit them."""
+    """Return the number of cores that this process may use. taskset, SLURM, and the quota of a
+    container or another group of processes (cgroup 2) limit it."""
+    count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        count = len(os.sched_getaffinity(0))
+    groups = Path("/proc/self/cgroup")
+    group = groups.read_text().rpartition("::/")[2].strip() if groups.exists() else ""
+    folder = Path("/sys/fs/cgroup", group)
+    for place in (folder, *folder.parents):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or no quota: "max 100000"
+            quota, period = (place / "cpu.max").read_text().split()
+            count = min(count, math.ceil(int(quota) / int(period)))
+    return count
 
 
 def count_tokens(path: Path) -> int:
@@ -132,7 +147,7 @@ def write_file(path: Path, *parts: Any) -> None:
     """Write the parts (bytes or arrays) to a temporary file and rename it, so that `path` is always
     a complete file, even if several processes write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         with open(temporary, "wb") as file:
             for part in parts:
