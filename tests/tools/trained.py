@@ -45,8 +45,11 @@ def check_picture(parser: ArgumentParser, picture: Path | None, inputs: Sequence
         parser.error(f"--picture {picture} would overwrite an input: name another file")
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        with open(picture, "ab"):
+        is_new = not picture.exists()
+        with open(picture, "ab"):  # as a test: there may be nothing to draw
             pass
+        if is_new:
+            picture.unlink()
     except OSError as error:
         parser.error(f"--picture {picture}: {error.strerror}: name another file")
 
