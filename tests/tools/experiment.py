@@ -45,6 +45,7 @@ QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
 # A hook of git has these variables, and they may name another repository.
 HOOK = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+SCORING_KNOBS = ("EVAL_STRIDE", "MAX_VAL_TOKENS")
 PIECE = 2**18  # bytes; 16 of these tell data files apart
 
 
@@ -154,27 +155,22 @@ def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace)
     side = load_side(name, path, own, args)
     side.script.prepare_demo(side.hp, Namespace(log=str))
     paths = [*sorted(Path(side.hp.data_path).glob("*.bin")), Path(side.hp.tokenizer_path)]
-    side.data = {path.name: checksum(path) for path in paths if path.is_file()}
-    facts = [*side.facts, side.data, args.launch, torch.__version__]
+    data = {path.name: checksum(path) for path in paths if path.is_file()}
+    facts = [*side.facts, data, args.launch, torch.__version__]
     side.folder = args.out / hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    side.scored = {name: getattr(side.hp, name.lower(), 0) for name in SCORING_KNOBS}
+    side.scored["validation shards"] = [data[name] for name in data if "_val_" in name]
+    side.scored["tokenizer"] = data.get(Path(side.hp.tokenizer_path).name)
     return side
 
 
 def check_scores(old: Side, new: Side) -> None:
-    """Raise ValueError if the sides are scored with different strides or, with one tokenizer, on
-    different texts."""
-    tokenizers, texts = [], []
-    for side in (old, new):
-        tokenizers.append(side.data.get(Path(side.hp.tokenizer_path).name))
-        texts.append([facts for name, facts in side.data.items() if "_val_" in name])
-    is_same = tokenizers[0] == tokenizers[1]
-    for knob in ("eval_stride", "max_val_tokens")[: 1 + is_same]:
-        values = [getattr(side.hp, knob, 0) for side in (old, new)]
-        if values[0] != values[1]:
-            problem = f"scores with {knob.upper()}={values[0]} and {values[1]} cannot be compared"
-            raise ValueError(f"{problem}: set one value for both sides")
-    if is_same and texts[0] != texts[1]:
-        raise ValueError("the sides have different validation shards: score them on one text")
+    """Raise ValueError if scores of these sides cannot be compared."""
+    differ = [name for name in old.scored if old.scored[name] != new.scored[name]]
+    if "tokenizer" in differ:  # sizes of the texts are compared after the first pair
+        differ = [name for name in differ if name == "EVAL_STRIDE"]
+    if differ:
+        raise ValueError(f"scores with different {differ[0]} cannot be compared: use one for both")
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
@@ -316,9 +312,10 @@ class Experiment:
         words += ["--by", f"{self.args.by:g}", "--alpha", f"{self.args.alpha:g}"]
         words += ["--picture", str(self.args.picture or "pairs.png")]
         if self.args.picture:
-            result = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-            if "\npicture: " not in result.stdout:
-                print(f"WARNING: no picture: {result.stderr.strip().splitlines()[-1]}")
+            result = subprocess.run([sys.executable, *words], capture_output=True)
+            if b"\npicture: " not in result.stdout:
+                errors = result.stderr.decode(errors="replace").strip().splitlines()
+                print(f"WARNING: no picture: {errors[-1] if errors else result.returncode}")
         else:
             print(f"to draw the pairs:\n    {shlex.join(['python', *words])}")
 

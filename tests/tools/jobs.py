@@ -24,7 +24,7 @@ class Side:
     folder: Path
     variables: Sequence[str] = ()  # those of environ that decide a run
     facts: Sequence[Any] = ()  # what decides a run's loss, apart from the data
-    data: dict[str, tuple[int, int]] = field(default_factory=dict)  # sizes, checksums of its files
+    scored: dict[str, Any] = field(default_factory=dict)  # what decides which tokens are scored
 
 
 @dataclass(eq=False)
