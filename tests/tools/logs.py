@@ -88,6 +88,18 @@ def read_run(path: Path) -> Run:
     return run
 
 
+def list_texts(runs: list[Run]) -> str:
+    """Return the smallest and the largest size of the runs' validation texts, or "" if they may be
+    one text."""
+    known = [r for r in runs if "val_tokens" in r.figures and r.bpb_per_nat > 0]
+    sizes = [r.figures["val_tokens"] / r.bpb_per_nat / math.log(2) for r in known] or [0.0]
+    windows = [r.figures.get("seq_len", 0) / r.bpb_per_nat / math.log(2) for r in known] or [0]
+    # A tokenizer leaves out less than a window at the end of the split; that text may be dense.
+    if max(sizes) - min(sizes) <= 0.001 * max(sizes) + 2 * max(windows):
+        return ""
+    return f"{min(sizes):,.0f} to {max(sizes):,.0f} bytes"
+
+
 def read_script(path: Path) -> bytes:
     """The bytes of a script (.py), or of the last one in a log."""
     return path.read_bytes() if path.suffix == ".py" else script_of_log(path)

@@ -7,7 +7,7 @@ import os
 import sys
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +34,25 @@ def existing_file(name: str) -> Path:
         problem = "is a folder: name a file in it" if path.is_dir() else "is not a file"
         raise ArgumentTypeError(f"{name!r} {problem}")
     return path
+
+
+def check_picture(parser: ArgumentParser, picture: Path | None, inputs: Sequence[Path]) -> None:
+    """End the program if a picture cannot be written, or would overwrite one of its inputs."""
+    if picture is None:
+        return
+    if picture.suffix not in (".svg", ".png"):
+        parser.error(f"--picture {picture} must end in .svg or .png")
+    if picture.exists() and any(map(picture.samefile, inputs)):
+        parser.error(f"--picture {picture} would overwrite an input: name another file")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not picture.exists()
+        with open(picture, "ab"):  # as a test: there may be nothing to draw
+            pass
+        if is_new:
+            picture.unlink()
+    except OSError as error:
+        parser.error(f"--picture {picture}: {error.strerror}: name another file")
 
 
 def model_parser(doc: str | None) -> ArgumentParser:
