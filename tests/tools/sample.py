@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     script = load_script(args.script)
     try:
-        gpt, runtime = open_model(script, args.model, {"DEVICE": "auto", "DTYPE": "fp32"})
+        gpt, runtime = open_model(script, args.model, {"DTYPE": "fp32"})
     except script.InputError as error:
         sys.exit(str(error))
     hp = gpt.eval().hp
