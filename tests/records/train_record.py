@@ -14,6 +14,9 @@ Letters in shapes: B sequences in a micro-batch, T sequence length, D model widt
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
+# Read before the imports, which take seconds: a later edit is not part of this run.
+SOURCE = open(__file__, "rb").read() if __name__ == "__main__" else b""
+
 import binascii
 import contextlib
 import ctypes
@@ -41,9 +44,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 from uuid import uuid4
-
-# Read before the slow imports, since a later edit is not part of this run.
-SOURCE = Path(__file__).read_bytes() if __name__ == "__main__" else b""
 
 import numpy as np
 import torch
