@@ -328,7 +328,7 @@ def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path
         with pytest.raises(ValueError, match=words):
             found.is_over()
     (run.folder / "final_result.json").write_text("{")
-    with pytest.raises(ValueError, match="new/1/final_result.json is damaged .*: delete it"):
+    with pytest.raises(ValueError, match="new/1/final_result.json is not JSON .*delete it"):
         run.result()
 
 
