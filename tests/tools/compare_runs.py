@@ -211,10 +211,11 @@ def draw_curves(axes: Axes, groups: list[Group], colors: list[str], unit: str) -
                 if losses:
                     curves.append({step: factor * loss for step, loss in losses.items()})
                     axes.plot([*curves[-1]], [*curves[-1].values()], **style | {absent: "None"})
-            if run.train and run.val:  # the log may lack the last step's training loss
-                ends = [max(run.train), max(run.val)]
-                losses = [factor * run.train[ends[0]], factor * run.val[ends[1]]]
-                axes.plot(ends, losses, linestyle=":", **style | {"marker": "None"})
+            # The log may lack the training loss of the last step.
+            if run.train and max(run.val, default=0) > max(run.train):
+                ends = max(run.train), max(run.val)
+                between = [factor * run.train[ends[0]], factor * run.val[ends[1]]]
+                axes.plot(ends, between, **style | {"linestyle": ":", "marker": "None"})
     # The losses of the first fifth would flatten the rest. The last loss of a shorter run stays in
     # view, unless that run has hardly begun.
     end = max(step for losses in curves for step in losses)
@@ -266,13 +267,15 @@ def draw(groups: list[Group]) -> Figure:
     legend["ncols"] = max(1, 120 // (max(len(group.name) for group in groups) + 8))
     height = 4.5 + 0.2 * math.ceil(len(groups) / legend["ncols"])  # in inches
     figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.add_subplot(1, 4, (1, 3))
+    is_compared = sum(len(group.finished) for group in groups) > 1
+    axes = figure.add_subplot(1, 4, (1, 3 if is_compared else 4))
     draw_curves(axes, groups, colors, unit)
     known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
     if unit == "nats" and known:
         limits = [known[0] * loss for loss in axes.get_ylim()]
         axes.twinx().set(ylim=limits, ylabel="bits per byte")
-    draw_scores(figure.add_subplot(1, 4, 4), groups, colors, unit)
+    if is_compared:
+        draw_scores(figure.add_subplot(1, 4, 4), groups, colors, unit)
     for text, group in zip(figure.legend(**legend).get_texts(), groups, strict=True):
         text.set(text=group.name, parse_math=False)  # also a name that begins with _ or has two $
     return figure

@@ -45,7 +45,6 @@ QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
 # A hook of git has these variables, and they may name another repository.
 HOOK = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
-SCORING_KNOBS = ("EVAL_STRIDE", "MAX_VAL_TOKENS")
 PIECE = 2**18  # bytes; 16 of these tell data files apart
 
 
@@ -95,8 +94,7 @@ def read_sources(args: Namespace) -> tuple[list[bytes], str]:
 
 
 def load_alone(path: Path) -> ModuleType:
-    """Load a script. Raises ValueError if that loads a module that is not installed, by importlib
-    or from a folder in sys.path."""
+    """Load a script. Raises ValueError if that loads a module that is not installed."""
     older = {*sys.modules}
     script = load_script(path)
     installed = {*older, *sys.stdlib_module_names, script.__name__}
@@ -158,7 +156,8 @@ def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace)
     data = {path.name: checksum(path) for path in paths if path.is_file()}
     facts = [*side.facts, data, args.launch, torch.__version__]
     side.folder = args.out / hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    side.scored = {name: getattr(side.hp, name.lower(), 0) for name in SCORING_KNOBS}
+    for name in ("EVAL_STRIDE", "MAX_VAL_TOKENS"):
+        side.scored[name] = getattr(side.hp, name.lower(), 0)
     side.scored["validation shards"] = [data[name] for name in data if "_val_" in name]
     side.scored["tokenizer"] = data.get(Path(side.hp.tokenizer_path).name)
     return side

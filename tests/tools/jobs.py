@@ -1,6 +1,5 @@
 """Train several runs at a time, stop and resume them. For experiment.py."""
 
-import json
 import math
 import shutil
 import subprocess
@@ -10,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from trained import files
 
 
 @dataclass
@@ -46,15 +47,12 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """Return final_result.json with ms_per_step, or None without a finite score so far."""
         path = self.folder / "final_result.json"
+        facts = files.read_json(path) if path.is_file() else {}
+        loss = facts.get("val_loss")  # null if it was not finite
         is_over = self.process is None or self.process.returncode == 0
-        try:
-            facts = json.loads(path.read_bytes()) if path.is_file() else {}
-            loss = facts.get("val_loss")  # null if it was not finite
-            if not is_over or loss is None or not math.isfinite(loss):
-                return None
-            return {**facts, "ms_per_step": facts["train_ms"] / max(facts["steps"], 1)}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({error!r}): delete it") from None
+        if not is_over or loss is None or not math.isfinite(loss):
+            return None
+        return {**facts, "ms_per_step": facts["train_ms"] / max(facts["steps"], 1)}
 
 
 def start(run: Run, running: list[Run], gpus: list[str]) -> None:
