@@ -73,3 +73,4 @@ def test_the_end_of_the_document_and_a_misspelled_knob_are_named(trained, tmp_pa
     result = run_here(tmp_path, {"ITERATION": "5"}, sample, arguments)
     assert result.stdout == "The\n" and "(the document ended after 0 tokens)" in result.stderr
     assert "unknown_knob:ITERATION is ignored: did you mean ITERATIONS?" in result.stderr
+    assert "val_bpb is wrong" not in result.stderr  # there is no score
