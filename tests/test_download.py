@@ -173,13 +173,11 @@ def test_an_existing_tokenizer_is_kept(hub, capsys):
         assert kept == [str(shard), str(own)]
 
 
-def test_damaged_and_missing_files_on_the_hub(hub):
+def test_a_shard_that_is_damaged_on_the_hub_is_not_kept(hub):
     os.truncate(hub.folder / TRAIN[0], 1900)
     with pytest.raises(RuntimeError, match=f"{TRAIN[0]}.*header says 1000 tokens"):
         download(hub.root, train_shards=1)
     assert not (hub.root / TRAIN[0]).exists()
-    with pytest.raises(ValueError, match="--variant sp999.*sp1024, .*byte260: .*rename it"):
-        download(hub.root, variant="sp999")
 
 
 def test_an_interrupted_download_can_be_continued(hub):
@@ -203,8 +201,5 @@ def test_an_error_is_one_line(hub, tmp_path):
     environ = {"MATCHED_FINEWEB_REPO_ID": "no/body", "PYTHONPATH": str(tmp_path)}
     (line,) = errors_of(start(hub, **environ), 1).splitlines()
     assert "no/body" in line and hub.url in line and "MATCHED_FINEWEB_REPO_ID" in line
-    (tmp_path / "huggingface_hub.py").write_text("raise ImportError('No module named x')")
-    errors = errors_of(start(hub, **environ), 1)
-    assert errors == "No module named x: pip install -r data/requirements.txt\n"
     result = run_here(tmp_path, {}, cached_challenge_fineweb, ["--train-shards=-1"])
     assert result.returncode == 2 and "is not a whole number >= 0\n" in result.stderr
