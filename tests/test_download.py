@@ -201,5 +201,8 @@ def test_an_error_is_one_line(hub, tmp_path):
     environ = {"MATCHED_FINEWEB_REPO_ID": "no/body", "PYTHONPATH": str(tmp_path)}
     (line,) = errors_of(start(hub, **environ), 1).splitlines()
     assert "no/body" in line and hub.url in line and "MATCHED_FINEWEB_REPO_ID" in line
+    (tmp_path / "huggingface_hub.py").write_text("raise ImportError('No module named x')")
+    errors = errors_of(start(hub, **environ), 1)
+    assert errors == "No module named x: pip install -r data/requirements.txt\n"
     result = run_here(tmp_path, {}, cached_challenge_fineweb, ["--train-shards=-1"])
     assert result.returncode == 2 and "is not a whole number >= 0\n" in result.stderr
