@@ -115,11 +115,6 @@ def test_a_number_on_a_command_line_is_finite_and_in_range():
                 convert(word)
 
 
-def test_a_tilde_is_expanded(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert [str(files.path(text)) for text in ("~/x", "a/~")] == ["/home/me/x", "a/~"]
-
-
 def test_a_containers_quota_limits_the_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     monkeypatch.setattr(files, "Path", lambda name: tmp_path / os.path.basename(name))
