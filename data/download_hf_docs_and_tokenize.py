@@ -216,7 +216,7 @@ def print_training_command(spec: Spec, dataset: dict[str, Any], output: Path) ->
     if train < DEMO_STEP:
         print(f"WARNING: {few} of the demo ({DEMO_STEP}), so each step repeats them: add text")
     elif train < DEFAULT_STEP:
-        print(f"Note: {few} ({DEFAULT_STEP}), except with PRESET=demo ({DEMO_STEP})")
+        print(f"Note: {few} ({DEFAULT_STEP}), but enough for PRESET=demo ({DEMO_STEP})")
     if 10 * val > val + train:
         print(f"WARNING: validation has {val} of {val + train} tokens, more than a tenth: add text")
     if val < 2000:
