@@ -44,10 +44,10 @@ def build_gpt(script: ModuleType, tied: bool, dtype: torch.dtype) -> nn.Module:
     return gpt
 
 
-def wave(shape: tuple[int, ...], phase: float, amplitude: float = 0.2) -> Tensor:
+def wave(shape: tuple[int, ...], phase: float, scale: float = 0.2, offset: float = 0.0) -> Tensor:
     """Return a sine that does not repeat itself, in fp32, as a stand-in for random values."""
-    t = np.arange(1, np.prod(shape) + 1)
-    return torch.from_numpy(amplitude * np.sin(0.7548776662 * t + phase)).float().view(shape)
+    values = offset + scale * np.sin(0.7548776662 * np.arange(1, np.prod(shape) + 1) + phase)
+    return torch.from_numpy(values).float().view(shape)
 
 
 def summary(tensor: Tensor) -> str:
@@ -68,7 +68,7 @@ def gradients(gpt: nn.Module) -> dict[str, Tensor]:
     """Loss and gradients of a model in which every weight is a sine."""
     for i, (name, param) in enumerate(gpt.named_parameters()):
         is_gain = param.ndim == 1 or "resid_mix" in name or "skip_weights" in name
-        param.data = wave(param.shape, i) + float(is_gain)
+        param.data = wave(param.shape, i, offset=float(is_gain))
     ids = (7919 * torch.arange(2 * T + 1) + 13) % V
     loss = gpt(ids[:-1].view(2, T), ids[1:].view(2, T))
     loss.backward()
