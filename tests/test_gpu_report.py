@@ -65,16 +65,12 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     environ = {**knobs, "MAX_VAL_TOKENS": "64", "BATCH_SLOTS": "1"}
     result = run_here(tmp_path, environ, PROGRAM, ["--tiny", f"--reference={SCRIPT}"])
     assert result.returncode == 0, result.stdout
-    rows = read_report(tmp_path).values()
-    product, copied, first, *steps, export, one, two, here, seed, tests, ours, theirs, both = rows
-    assert re.fullmatch(r"[\d.]+ TFLOP/s, in torch.float32", product)
-    assert re.fullmatch(r"[\d.]+ TB/s read and written, 16 MiB", copied)
-    assert re.search(r"<br>plain .*<br>ratio .*\dx$", first)
+    rows = read_report(tmp_path)
+    assert not [row for row in rows.values() if row.startswith("FAILED")]
+    _, _, first, *steps, _, _, _, here, seed, tests, _, _, both = rows.values()
+    assert re.search(r"^cpu .*<br>plain .*<br>ratio .*\dx$", first)
     slots = [re.match(r"cpu torch.float32 slots:(\d) .*TFLOP/s, ", row)[1] for row in steps]
     assert slots == ["4", "2", "1", "1"]
-    assert re.fullmatch(r"quantize_state_dict_int8 .*<br>serialize .*<br>compress .* s", export)
-    for score in (one, two, ours, theirs):
-        assert re.match(r"final_int8_zlib_roundtrip_exact val_loss:\d", score)
     for pair in (here, both):
         end = "5 losses, largest difference 0.0000 nats"
         assert re.fullmatch(rf"[\d.]+ and [\d.]+ ms a step, ratio [\d.]+; {end}", pair)
