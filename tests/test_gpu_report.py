@@ -35,9 +35,8 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
     assert result.returncode == 2 and "no GPU here, or DEVICE=cpu: --tiny" in result.stderr
     assert not [*tmp_path.iterdir()]
     assert run_here(tmp_path, knobs, PROGRAM, ["--tiny"]).returncode == 1
-    how, *rows = read_report(tmp_path).values()
-    assert "--reference FILE" in how
-    assert rows == ["FAILED: ValueError: broken", "FAILED: it took too long", "7<br>2"]
+    rows = [gpu_report.HOW, "FAILED: ValueError: broken", "FAILED: it took too long", "7<br>2"]
+    assert [*read_report(tmp_path).values()] == rows
     assert "knobs: DEVICE=cpu ITERATIONS=30\n" in (tmp_path / "gpu_report.md").read_text()
 
 
@@ -65,16 +64,12 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     environ = {**knobs, "MAX_VAL_TOKENS": "64", "BATCH_SLOTS": "1"}
     result = run_here(tmp_path, environ, PROGRAM, ["--tiny", f"--reference={SCRIPT}"])
     assert result.returncode == 0, result.stdout
-    rows = read_report(tmp_path).values()
-    product, copied, first, *steps, export, one, two, here, seed, tests, ours, theirs, both = rows
-    assert re.fullmatch(r"[\d.]+ TFLOP/s, in torch.float32", product)
-    assert re.fullmatch(r"[\d.]+ TB/s read and written, 16 MiB", copied)
-    assert re.search(r"<br>plain .*<br>ratio .*\dx$", first)
+    rows = read_report(tmp_path)
+    assert not [row for row in rows.values() if row.startswith("FAILED")]
+    _, _, first, *steps, _, _, _, here, seed, tests, _, _, both = rows.values()
+    assert re.search(r"^cpu .*<br>plain .*<br>ratio .*\dx$", first)
     slots = [re.match(r"cpu torch.float32 slots:(\d) .*TFLOP/s, ", row)[1] for row in steps]
     assert slots == ["4", "2", "1", "1"]
-    assert re.fullmatch(r"quantize_state_dict_int8 .*<br>serialize .*<br>compress .* s", export)
-    for score in (one, two, ours, theirs):
-        assert re.match(r"final_int8_zlib_roundtrip_exact val_loss:\d", score)
     for pair in (here, both):
         end = "5 losses, largest difference 0.0000 nats"
         assert re.fullmatch(rf"[\d.]+ and [\d.]+ ms a step, ratio [\d.]+; {end}", pair)
@@ -91,15 +86,14 @@ def test_kernels_count_in_the_class_that_their_names_tell():
         "the rest": ["Memcpy DtoD (Device -> Device)"] * 5,
     }
     kernels = [(i + 1, 7, name) for i, group in enumerate(names.values()) for name in group]
-    *slowest, attention, products, elementwise, rest = bench_step.list_kernels(
-        kernels, {"attention": 0.5, "matrix products": 3}
-    )
-    assert len(slowest) == 10 and slowest[0] == f"     4.00 ms     7 x `{names['the rest'][0]}`"
-    end = "ms at the rate of a large product"
-    assert attention == f"     2.00 ms   5.9 % attention, whose FLOPs take 0.50 {end}"
-    assert products == f"     6.00 ms  17.6 % matrix products, whose FLOPs take 3.00 {end}"
-    assert elementwise == "     6.00 ms  17.6 % elementwise"
-    assert rest == "    20.00 ms  58.8 % the rest"
+    lines = bench_step.list_kernels(kernels, {"attention": 0.5, "matrix products": 3})
+    assert lines[0] == f"     4.00 ms     7 x `{names['the rest'][0]}`"
+    assert lines[10:] == [
+        "     2.00 ms   5.9 % attention; at the rate of a large product 0.50 ms",
+        "     6.00 ms  17.6 % matrix products; at the rate of a large product 3.00 ms",
+        "     6.00 ms  17.6 % elementwise",
+        "    20.00 ms  58.8 % the rest",
+    ]
 
 
 @pytest.mark.baseline

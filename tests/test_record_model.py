@@ -1,9 +1,7 @@
 """train_record.py's model against plain versions: the techniques' formulas, document masks, the
-published sizes; knobs that need each other; FlashAttention 3."""
+published sizes; knobs that need each other."""
 
-import re
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 import train_record
 from scripts import RECORDS, random_model, read
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 
 from train_gpt import apply_rotary, attend, rms_norm, rotary_tables
 
@@ -67,6 +64,21 @@ TWO_LANES = "TWO_LANES=1 LOOP_LAYERS=2"
 def test_a_knob_that_does_not_fit_the_others_is_refused(knobs, words):
     with pytest.raises(train_record.InputError, match=words):
         from_env(read(knobs))
+
+
+@pytest.mark.parametrize("device, major", [("cpu", 9), ("cuda", 8), ("cuda", 9)])
+def test_flash_attention_3_says_what_it_lacks(monkeypatch, device, major):
+    need = "(the package|PyTorch 2.13)" if (device, major) == ("cuda", 9) else "a Hopper GPU"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # as if not installed
+    monkeypatch.setattr(train_record, "open_device", lambda hp, rank: torch.device(device))
+    with pytest.raises(train_record.InputError, match=f"FLASH_ATTENTION=3 needs {need}"):
+        train_record.open_runtime(from_env({"FLASH_ATTENTION": "3"}))
+    orders = ("FA3", ["FLASH", "CUDNN"]), (None, ["CUDNN", "FLASH"])
+    for active, order in orders if major == 9 else ():
+        monkeypatch.setattr(train_record, "current_flash_attention", lambda active=active: active)
+        backends = train_record.attention_backends(torch.device("cuda"), 1024)
+        assert [backend.name[:5] for backend in backends[:2]] == order
 
 
 # ---- The model, by the formulas of the techniques ------------------------------------------------
@@ -232,61 +244,3 @@ def test_documents_are_cut_as_by_a_plain_loop(size, longest):
     (mask, _), found_too = train_record.find_documents(rows, longest, is_flash=False)
     assert torch.equal(mask[:, 0], (documents[:, :, None] == documents[:, None]).tril())
     assert torch.equal(found, positions) and torch.equal(found_too, positions)
-
-
-# ---- FlashAttention 3 ----------------------------------------------------------------------------
-PACKAGE = """
-from torch.library import Library
-library = Library("flash_attn_3", "DEF")
-library.define("fwd(Tensor x) -> Tensor")
-library.define("bwd(Tensor x) -> Tensor")
-"""
-
-
-@pytest.fixture
-def hopper(monkeypatch, tmp_path) -> Iterator[None]:
-    """A Hopper GPU as far as torch says, and a stand-in for flash-attn-3, which has no kernels."""
-    (tmp_path / "flash_attn_interface.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **arguments: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9))
-    yield
-    sys.modules.pop("flash_attn_interface", None)
-    torch.backends.cuda.matmul.allow_tf32 = False  # which open_runtime has changed
-
-
-@pytest.mark.skipif(not hasattr(nn.attention, "list_flash_attention_impls"), reason="older PyTorch")
-def test_flash_attention_3_is_switched_on_and_comes_before_cudnn(hopper):
-    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
-    for version, implementation, first in ("0", None, cudnn), ("3", "FA3", flash):
-        runtime = train_record.open_runtime(from_env({"FLASH_ATTENTION": version}))
-        assert nn.attention.current_flash_attention_impl() == implementation
-        backends = train_record.attention_backends(runtime.device, 1024)
-        assert backends[0] == first and {*backends[:2]} == {flash, cudnn}
-    nn.attention.restore_flash_attention_impl()
-
-
-@pytest.mark.parametrize(
-    "lack, words",
-    [
-        ("gpu", "needs a Hopper GPU, such as an H100: "),
-        ("hopper", "needs a Hopper GPU, such as an H100: "),
-        ("switch", f"needs PyTorch 2.13, not {re.escape(torch.__version__)}: "),
-        ("package", "needs the package flash-attn-3: "),
-    ],
-)
-def test_flash_attention_3_says_what_it_lacks(hopper, monkeypatch, tmp_path, lack, words):
-    switch = "list_flash_attention_impls"
-    monkeypatch.setattr(nn.attention, switch, lambda: ["FA3"], raising=False)
-    if lack == "switch":  # as in PyTorch 2.9
-        monkeypatch.delattr(nn.attention, switch)
-    if lack == "package":
-        (tmp_path / "flash_attn_interface.py").unlink()
-    if lack == "hopper":
-        ampere = SimpleNamespace(major=8)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: ampere)
-    device = "cpu" if lack == "gpu" else "cuda"
-    with pytest.raises(train_record.InputError, match=words):
-        train_record.open_runtime(from_env({"FLASH_ATTENTION": "3", "DEVICE": device}))

@@ -2,7 +2,6 @@
 number of ranks and with groups of any size."""
 
 import copy
-import functools
 import math
 import random
 from dataclasses import replace
@@ -16,7 +15,6 @@ from runs import ALONE, run_ranks, scores
 from scripts import random_model, read
 from texts import train_tokenizer, write_shard
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from train_record import GPT, find_hints, lora_ttt
 
 import train_gpt
@@ -174,14 +172,6 @@ def test_phases_are_those_of_a_plain_version(lora_knobs, tied, monkeypatch):
     assert abs(losses[0] - constant) > 0.01
 
 
-def test_adapters_begin_alike_and_small(gpt):
-    adapters = train_record.add_lora(gpt, 2)
-    for A, B in zip(adapters[::2], adapters[1::2], strict=True):
-        assert not B.any() and torch.equal(A[0], A[1]) and A.dtype == torch.float32
-        bound = 144 / 4 / A.size(2) ** 0.5
-        assert 0.9 * bound < A.abs().max() <= bound and A.mean().abs() < 0.2 * bound
-
-
 def test_kept_adapters_are_those_of_a_plain_version(lora_knobs):
     """Each of two slots keeps its own adapters, on one rank and on two."""
     gpt = random_model(train_record, {**lora_knobs, **read("LORA_KEEP=1 LORA_CHUNK=8")})
@@ -208,23 +198,6 @@ def test_adapters_learn_in_bf16(gpt, lora_knobs):
     alone, learned = (loss_of(half, WHOLE, lora_lr=lr) for lr in (0.0, 5e-4))
     assert learned < alone - 0.1
     assert learned == pytest.approx(loss_of(gpt, WHOLE), abs=0.1)
-
-
-@pytest.mark.records
-def test_a_compiled_model_has_the_same_loss(gpt, monkeypatch):
-    """Few graphs are compiled, none for the second group, and one for all phases."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    runtime = replace(ALONE, compiled=True)
-    model = train_record.wrap(gpt, True)
-    tokens = random_tokens([22] * 6)
-    train_record.evaluate(model, tokens[: 8 * T + 1], T, gpt.hp, runtime)  # without adapters
-    before = counters["stats"]["unique_graphs"]
-    phases = {"lora_phases": 2, "lora_phase_documents": 2, "lora_documents": 2}
-    for knobs, graphs in ({}, 3), (phases, 3 + 4):
-        validation = SimpleNamespace(hp=replace(gpt.hp, **knobs), tokens=tokens, bos=BOS)
-        compiled = lora_ttt(model, validation, None, runtime).mean().item()
-        assert compiled == pytest.approx(loss_of(gpt, tokens, **knobs), abs=1e-5)
-        assert counters["stats"]["unique_graphs"] == before + graphs
 
 
 def take_short_steps() -> None:

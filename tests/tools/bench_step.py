@@ -93,7 +93,7 @@ def list_kernels(kernels: list[tuple[float, int, str]], flops_ms: dict[str, floa
     for kind, ms in sums.items():
         line = f"{ms:9.2f} ms {100 * ms / sum(sums.values()):5.1f} % {kind}"
         if kind in flops_ms:
-            line += f", whose FLOPs take {flops_ms[kind]:.2f} ms at the rate of a large product"
+            line += f"; at the rate of a large product {flops_ms[kind]:.2f} ms"
         lines.append(line)
     return lines
 
