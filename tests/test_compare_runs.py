@@ -294,6 +294,7 @@ def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
     link.symlink_to(sides[2])
     for arguments, code, words in [
         ([], 2, "there is no log in logs/"),
+        ([log, "--baseline", log], 2, "give either logs, or --baseline"),
         ([log, "--picture=a.pdf"], 2, "must end in .svg or .png"),
         ([ROOT / "README.md"], 2, "README.md is not the log of a run"),
         ([log, f"--picture={log}/a.png"], 2, "a.png: File exists: name another file"),
