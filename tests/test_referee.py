@@ -1,6 +1,5 @@
 """referee.py: fair scores pass, and each unfair edit breaks the rule that forbids it."""
 
-import copy
 import itertools
 import json
 import math
@@ -76,10 +75,12 @@ def test_a_fair_score_passes(small, knobs):
 
 # ---- Unfair edits: losses of tokens[1:], from a model and its logits in windows side by side -----
 def train_on_the_split(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
-    gpt, batch = copy.deepcopy(model), (tokens[:-1].view(-1, T), tokens[1:].view(-1, T))
-    gpt(*batch).backward()
-    torch.optim.SGD(gpt.parameters(), 0.1).step()
-    return gpt(*batch, "none").flatten().detach()
+    batch = tokens[:-1].view(-1, T), tokens[1:].view(-1, T)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(*batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model(*batch, "none").flatten().detach()
 
 
 def hint_in_a_circle(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
