@@ -48,7 +48,6 @@ def is_whole(file: Path) -> bool:
 
 def link_or_copy(source: Path, place: Path) -> None:
     """Make `place` a hard link to a file in the cache, or a copy if that is on another disk."""
-    source = source.resolve()  # the cache has symbolic links, and place may be one of them
     place.parent.mkdir(parents=True, exist_ok=True)
     place.unlink(missing_ok=True)
     try:
@@ -67,7 +66,7 @@ def download_file(path: str, root: Path, repo_id: str, remote_root: str) -> None
             cached = Path(hf_hub_download(repo_id, name, repo_type="dataset", force_download=True))
         if path.endswith(".bin"):
             files.count_tokens(cached)
-        link_or_copy(cached, root / path)
+        link_or_copy(cached.resolve(), root / path)  # the cache has symbolic links
     except Exception as error:  # the classes depend on the client's version
         no_network = isinstance(error, LocalEntryNotFoundError)
         if path == files.SIDECAR and isinstance(error, EntryNotFoundError) and not no_network:
@@ -117,8 +116,8 @@ def download(
         raise ValueError(f"{manifest} is not a manifest (it has no {error}): delete it") from None
     paths = [*listed, *([files.DOCS, files.SIDECAR] if with_docs else [])]
     missing = [path for path in paths if not is_whole(root / path)]
-    for path in sorted(listed.keys() - {*missing}):
-        place, size = root / path, listed[path]
+    kept = {root / path: size for path, size in sorted(listed.items()) if path not in missing}
+    for place, size in kept.items():
         if place.stat().st_size != size and (size or place.stat().st_nlink == 1):  # not a link
             print(f"{place} was there and is kept: if not the hub's, delete it", file=sys.stderr)
     disable_progress_bars()  # one line for all files

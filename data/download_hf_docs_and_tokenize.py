@@ -238,11 +238,11 @@ def read_older_manifest(output: Path) -> dict[str, Any]:
 
 
 def check_replaced(args: argparse.Namespace, specs: list[Spec], docs_sha256: str = "") -> None:
-    """Raise ValueError before shards or a tokenizer of other, or without docs_sha256 of unknown,
-    documents are replaced."""
+    """Raise ValueError if shards or a tokenizer of other or unknown documents would be replaced;
+    without docs_sha256, only if their documents are unknown."""
     older = read_older_manifest(args.output_root)
     entries = [*older["tokenizers"].values(), *older["datasets"].values()]
-    made_from = {e.get("model_path", e.get("path")): e.get("docs_sha256") for e in entries}
+    made_from = {old.get("model_path", old.get("path")): old.get("docs_sha256") for old in entries}
     made_from |= older.get("unfinished", {})
     for path, model in ((path, spec.model) for spec in specs for path in spec.paths):
         place, known = args.output_root / path, made_from.get(path)
@@ -305,8 +305,7 @@ def write_datasets(
 
 
 def get_documents(args: argparse.Namespace, specs: list[Spec]) -> Path:
-    """Return the file of documents: downloaded, or copied from pipes or several files. Raises
-    OSError, ValueError or RuntimeError."""
+    """Return the documents' file, downloaded or copied if need be. Raises what rebuild does."""
     output = args.output_root
     sources = find_files(args.docs or [])
     pipes = [source for source in sources if source == 0 or source.is_fifo()]
@@ -347,7 +346,8 @@ def rebuild(args: argparse.Namespace) -> None:
     overrides = {"caseops": args.caseops, "tokenizer_train_docs": args.tokenizer_train_docs}
     source = args.vocab_size or args.tokenizer_config
     specs = read_specs(source, overrides, dict(args.reuse_sp_model), args.skip_byte)
-    output, docs = args.output_root, get_documents(args, specs)
+    output = args.output_root
+    docs = get_documents(args, specs)
     sidecar = None if args.docs else {}  # facts about the hub's documents; None for your own
     if docs.name == files.DOCS and docs.with_name(files.SIDECAR).exists():
         sidecar = files.read_json(docs.with_name(files.SIDECAR))

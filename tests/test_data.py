@@ -105,13 +105,11 @@ def test_a_number_on_a_command_line_is_finite_and_in_range():
         1e-9,
         -2.5,
     )
-    for convert, words in (
-        (whole, "0 10 1.5 nan"),
-        (share, "0 1"),
-        (files.number(float), "inf -inf nan"),
-    ):
+    bad = {whole: "0 10 1.5 nan", share: "0 1", files.number(float): "inf -inf nan"}
+    for convert, words in bad.items():
         for word in words.split():
-            with pytest.raises(ArgumentTypeError, match=f"'{word}' is not a"):
+            noun = "a whole number" if convert is whole else "a number"
+            with pytest.raises(ArgumentTypeError, match=f"'{word}' is not {noun}"):
                 convert(word)
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -174,7 +175,8 @@ def test_your_own_text(tmp_path, capsys, monkeypatch):
     size = len(pieces((out / "tokenizers/fineweb_60000_bpe.model").read_bytes()))
     assert f"WARNING: fineweb10B_sp60000 has {size} pieces, not 60000" in output
     folder = f"{tmp_path}/my \\xe4"
-    assert shlex.split(output.splitlines()[-1]) == [
+    note, command = output.splitlines()[-2:]
+    assert note == "Train with (on a CPU, put PRESET=demo in front):" and shlex.split(command) == [
         f"DATA_PATH={folder}/datasets/fineweb10B_sp60000",
         f"TOKENIZER_PATH={folder}/tokenizers/fineweb_60000_bpe.model",
         *(f"VOCAB_SIZE={size}", "python", os.path.relpath(ROOT / "train_gpt.py")),
@@ -192,8 +194,10 @@ def test_a_short_split_is_named(tmp_path, tokenizer, capsys):
     assert " VOCAB_SIZE=384 TRAIN_SEQ_LEN=128 python " in output
     stats = run(tmp_path, *reuse, "--num-val-docs", docs)["datasets"][0]["stats"]
     assert 2000 <= stats["tokens_val"] < 3000 and "so few" not in capsys.readouterr().out
-    run(tmp_path, *reuse, "--num-val-docs", 30)
+    write_documents(tmp_path / "docs.jsonl", [text[:500] for text in [*TEXTS[:30], *TEXTS[:10]]])
+    run(tmp_path, *reuse, "--num-val-docs", 30, "--replace")
     output = capsys.readouterr().out
+    assert re.search(r"WARNING: .*10 of 30 validation documents are in the train shards", output)
     assert re.search(r"WARNING: \d+ training .* one step of the demo \(6144\)", output)
     assert re.search(r"WARNING: validation has \d+ of \d+ tokens, more than a tenth", output)
 
@@ -286,7 +290,7 @@ def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer,
     assert "nothing to compare" not in capsys.readouterr().out
 
 
-def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer):
+def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer, monkeypatch):
     """Each dataset has its own documents. The printed command replaces it, by a pipe's text, too.
     A dataset of unknown documents is another's. The same documents may replace theirs."""
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]
@@ -294,13 +298,16 @@ def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer):
     a, b = (write_documents(tmp_path / name, TEXTS[:count]) for name, count in (("a", 9), ("b", 8)))
     for specs, docs in ((one, a), (one, a), (two, b)):
         run(tmp_path, *reuse, specs=specs, docs=[docs])
-    before, pipe = contents(tmp_path / "out"), tmp_path / "pipe"
-    os.mkfifo(pipe)
-    threading.Thread(target=pipe.write_bytes, args=(b.read_bytes(),)).start()
-    message = failure(tmp_path, *reuse, specs=one, docs=[pipe])
+    before = contents(tmp_path / "out")
+    (tmp_path / "specs.json").write_text(json.dumps(one))
+    command = [sys.executable, rebuild.__file__, *reuse, "--docs", "-", "--output-root", "out"]
+    command += ["--tokenizer-config", "specs.json"]
+    with open(b, "rb") as stdin:
+        result = subprocess.run(command, stdin=stdin, cwd=tmp_path, capture_output=True, text=True)
     assert contents(tmp_path / "out") == {**before, tmp_path / "out/docs_piped": b.read_bytes()}
-    words = shlex.split(message.partition("replace it: python3 ")[2])
+    words = shlex.split(result.stderr.partition("replace it: python3 ")[2])
     assert words[0].endswith(Path(rebuild.__file__).name) and words[-1] == "--replace"
+    monkeypatch.chdir(tmp_path)
     rebuild.main(words[1:])
     path = tmp_path / "out/manifest.json"
     manifest = json.loads(path.read_text())
