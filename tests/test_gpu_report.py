@@ -42,8 +42,7 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
 
 @pytest.mark.baseline
 def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
-    """Parts that use torch run in this process, since a new process takes seconds to start. Ours
-    takes the place of the challenge's script, so nothing differs."""
+    """Parts run in this process, to start faster. Ours is the challenge's script, too."""
 
     def run(command: list[str | Path], env: dict[str, str], **options) -> object:
         _, program, *arguments = map(str, command)
