@@ -1,16 +1,14 @@
 """CaseOps (data/caseops.py): lossless, the original text's bytes, datasets and their tools."""
 
-import json
+import os
 
 import caseops
 import check_dataset
-import demo_corpus
 import download_hf_docs_and_tokenize as rebuild
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from runs import run_here
 from sentencepiece import SentencePieceProcessor
 from texts import TEXTS, read_shard, train_tokenizer, write_documents
 from tokenizer_tools import read_specs
@@ -82,22 +80,15 @@ def test_marks_are_pieces_even_if_the_training_text_has_none():
     assert count_bytes(sp, caseops.encode("The DOG")) == len("The DOG")
 
 
-def export(folder, *arguments) -> None:
-    """Make folder/out from TEXTS."""
-    docs = write_documents(folder / "docs.jsonl")
-    arguments = ["--docs", docs, "--output-root", folder / "out", "--num-val-docs", 4, *arguments]
-    rebuild.main([str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The dataset and the tokenizer of --caseops, made in one process."""
+    """The dataset and the tokenizer of --caseops."""
     folder = tmp_path_factory.mktemp("export")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rebuild, "NUM_THREADS", 1)
-        export(folder, "--vocab-size", 512, "--caseops")
-    model = folder / "out/tokenizers/fineweb_512_bpe_caseops.model"
-    return folder / "out/datasets/fineweb10B_sp512_caseops", model
+    docs = write_documents(folder / "docs.jsonl")
+    arguments = f"--docs {docs} --output-root {folder} --num-val-docs 4 --vocab-size 512 --caseops"
+    rebuild.main(arguments.split())
+    model = folder / "tokenizers/fineweb_512_bpe_caseops.model"
+    return folder / "datasets/fineweb10B_sp512_caseops", model
 
 
 def test_a_datasets_bytes_are_those_of_its_documents(base, exported, capsys):
@@ -115,34 +106,18 @@ def test_a_datasets_bytes_are_those_of_its_documents(base, exported, capsys):
         assert f"{split}: begins: {original(base, texts[0])[:80]}\n" in output
 
 
-def test_several_processes_and_a_reused_model_give_the_same_shards(exported, tmp_path, monkeypatch):
-    folder, model = exported
-    monkeypatch.setattr(rebuild, "NUM_THREADS", 2)
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_several_processes_keep_the_order(monkeypatch, is_writable):
+    """Without a /dev/shm to write to, there is one process."""
+    monkeypatch.setattr(os, "access", lambda *_: is_writable)
     monkeypatch.setattr(caseops, "BATCH_SIZE", 17)
-    config, names = tmp_path / "specs.json", {"dataset_suffix": "mine", "model_prefix": "mine"}
-    config.write_text(json.dumps([{"vocab_size": 512, "caseops": True, **names}]))
-    export(tmp_path, "--tokenizer-config", config, "--reuse-sp-model", f"512={model}")
-    assert (tmp_path / "out/tokenizers/mine_caseops.model").read_bytes() == model.read_bytes()
-    for shard in folder.glob("*.bin"):
-        same = tmp_path / "out/datasets/fineweb10B_mine_caseops" / shard.name
-        assert same.read_bytes() == shard.read_bytes()
+    assert list(caseops.encode_many(TEXTS, 2)) == [*map(caseops.encode, TEXTS)]
 
 
-def test_a_model_that_does_not_fit_is_an_error(exported, tmp_path):
-    with pytest.raises(ValueError, match="use it with --caseops"):
-        read_specs(512, {}, {512: str(exported[1])}, False)
-    other, identity = tmp_path / "other.model", {"normalization_rule_name": "identity"}
-    for changes in (identity, {**caseops.TRAINER_SETTINGS, "normalization_rule_name": "nfkc"}):
-        other.write_bytes(train_tokenizer(**changes))
-        with pytest.raises(ValueError, match="is not a CaseOps"):
-            read_specs(512, {"caseops": True}, {512: str(other)}, False)
-
-
-def test_the_demos_corpus_with_caseops(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_corpus, "HERE", tmp_path)
-    monkeypatch.setattr(demo_corpus, "collect_sources", dict)
-    monkeypatch.setattr(demo_corpus, "split_documents", lambda _: (TEXTS[:4], TEXTS[4:]))
-    output = run_here(tmp_path, {}, demo_corpus, ["--caseops"]).stdout
-    num_bytes = sum(len(original(base, text).encode()) for text in TEXTS[:4])
-    assert f" (lzma on {num_bytes} validation bytes)\n" in output
-    assert (tmp_path / "datasets/demo_sp1024_caseops").is_dir()
+def test_a_model_that_does_not_fit_is_an_error(exported, tokenizer):
+    for caseops_model, model, words in (
+        (False, exported[1], "use it with --caseops"),
+        (True, tokenizer, "is not a CaseOps"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_specs(512, {"caseops": caseops_model}, {512: str(model)}, False)

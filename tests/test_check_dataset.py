@@ -60,6 +60,9 @@ def test_damaged_and_missing_shards_are_named(capsys, folder, tokenizer):
     assert str(folder / VAL) in val and "magic 7" in val
     assert f"{folder / TRAIN} is missing" in missing
     assert str(last) in train and "header says 100 tokens" in train
+    (folder / VAL).unlink()
+    assert f"{folder / VAL} is missing" in check(capsys, folder, tokenizer)[1][0]
+    assert "nowhere is not a folder" in check(capsys, folder / "nowhere", tokenizer)[1][0]
 
 
 def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
@@ -78,29 +81,19 @@ def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
 
 
 def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer, tmp_path):
-    """The tool compares each number. Having only the first train shards is fine."""
+    """The tool compares each number. Having only the first train shards is fine. A link's manifest
+    is above its target."""
     write_manifest(folder, stats={"files_train": 80, "tokens_train": 10**9, "tokens_val": 1500})
     output, problems = check(capsys, folder, tokenizer)
     assert "train: 2 of 80 shards are here\n" in output and problems == []
+    (tmp_path / "link").symlink_to(folder)
     for key in ("tokens_val", "docs_val", "tokens_train", "files_train", "vocab_size"):
         write_manifest(folder, stats={key: 1})
-        (line,) = check(capsys, folder, tokenizer)[1]
+        (line,) = check(capsys, tmp_path / "link", tokenizer)[1]
         assert f"manifest.json says {key}:" in line
     other = (tmp_path / "manifest.json").rename(tmp_path / "other.json")
     (line,) = check(capsys, folder, tokenizer, f"--manifest={other}")[1]
     assert f"{other} says vocab_size:1, but 384 was found" in line
-
-
-def test_the_manifest_of_a_link_is_above_its_target(capsys, folder, tokenizer, tmp_path):
-    """A manifest above the link that does not list it is not the dataset's."""
-    write_manifest(folder, stats={"tokens_val": 7})
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new/all").symlink_to(folder.parent)
-    for link in (tmp_path / "new/my", tmp_path / "datasets/my", tmp_path / "new/all/small"):
-        if not link.exists():
-            link.symlink_to(folder)
-        (line,) = check(capsys, link, tokenizer)[1]
-        assert f"{tmp_path}/manifest.json says tokens_val:7, but 1500 was found" in line
 
 
 def write_splits(folder, tokenizer, val: list[str], train: list[str]) -> None:
@@ -129,23 +122,17 @@ def test_validation_documents_in_training_are_a_leak(capsys, folder, tokenizer):
     write_splits(folder, tokenizer, texts[:50], texts[68:44:-1])
     output, problems = check(capsys, folder, tokenizer)  # FineWeb has some duplicates
     assert "val: 5 of 50 documents (10.00%) are also" in output and problems == []
-
-
-def test_short_documents_that_repeat_are_a_warning(capsys, folder, tokenizer):
-    """In a chat, the same few messages follow each other, in both splits."""
     chat = random.Random(1).choices(["Yes", "No", "Thank you"], k=1000) + ["Yes"] * 20
-    write_splits(folder, tokenizer, [*chat[800:], "Never"], chat)
+    write_splits(folder, tokenizer, [*chat[800:], "Never"], chat)  # short ones repeat by chance
     output, problems = check(capsys, folder, tokenizer)
-    assert "val: 220 of 221 documents (99.55%) are also" in output and problems == []
-    assert "WARNING: many documents of under 50 tokens repeat" in output
+    assert "WARNING: many documents of under 50 tokens repeat" in output and problems == []
 
 
-@pytest.mark.parametrize("options", [["-u"], []])
-def test_a_program_ends_with_the_reader_of_its_output(options):
-    """Such as head. With -u, stdout has no buffer."""
+def test_a_program_ends_with_the_reader_of_its_output():
+    """Such as head."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, *options, check_dataset.__file__, "--help"]
+    command = [sys.executable, check_dataset.__file__, "--help"]
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env={})
     os.close(writer)
-    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, b"")
+    assert (result.returncode, result.stderr) == (-signal.SIGPIPE, b"")

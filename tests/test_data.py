@@ -1,9 +1,11 @@
-"""Shards, the token stream, and each rank's part of it."""
+"""Shards, the token stream, and each rank's part of it; the helpers of data/files.py."""
 
 import itertools
 import os
 import re
+from argparse import ArgumentTypeError
 
+import files
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,3 +94,37 @@ def test_a_step_is_the_same_eight_spans_for_every_world_size(
         spans.append([*x.flatten().tolist(), y.flatten()[-1].item()])
     length, total = sequences * seq_len + 1, sum(sizes)
     assert spans == [[(i * length + j) % total for j in range(length)] for i in range(8 * steps)]
+
+
+def test_a_number_on_a_command_line_is_finite_and_in_range():
+    """Limits belong to the range, unless they are excluded."""
+    whole, share = files.number(int, 1, 9), files.number(float, 0, 1, exclusive=True)
+    assert (whole("1"), whole("9"), share("1e-9"), files.number(float)("-2.5")) == (
+        1,
+        9,
+        1e-9,
+        -2.5,
+    )
+    for convert, words in (
+        (whole, "0 10 1.5 nan"),
+        (share, "0 1"),
+        (files.number(float), "inf -inf nan"),
+    ):
+        for word in words.split():
+            with pytest.raises(ArgumentTypeError, match=f"'{word}' is not a"):
+                convert(word)
+
+
+def test_a_containers_quota_limits_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(files, "Path", lambda name: tmp_path / os.path.basename(name))
+    for quota, cores in (("150000 100000", 2), ("max 100000", 8), ("", 8)):
+        (tmp_path / "cpu.max").write_text(quota)
+        assert files.cores() == cores
+
+
+def test_writers_of_one_file_have_their_own_temporary_files(tmp_path):
+    """Process ids are not enough: containers that share a disk have the same."""
+    again = (files.write_file(tmp_path / "a", b"another") or b"mine" for _ in range(1))
+    files.write_file(tmp_path / "a", again)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == {tmp_path / "a": b"mine"}

@@ -10,14 +10,13 @@ import runpy
 import shlex
 import sys
 import threading
-from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import caseops
 import check_dataset
 import download_hf_docs_and_tokenize as rebuild
 import files
-import numpy as np
 import pytest
 import sentencepiece
 from runs import ROOT, run_here
@@ -99,7 +98,8 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path):
 def test_the_manifest_and_the_byte_dataset(tmp_path):
     write_documents(tmp_path / "docs.jsonl", TEXTS + ODD_TEXTS)
     manifest = run(tmp_path, "--num-val-docs", 4, "--chunk-tokens", 20_000, specs=SPECS)
-    stats = manifest["datasets"][0].pop("stats")
+    stats, sha256 = (manifest["datasets"][0].pop(key) for key in ("stats", "docs_sha256"))
+    assert sha256 == hashlib.sha256((tmp_path / "docs.jsonl").read_bytes()).hexdigest()
     assert (stats["docs_val"], stats["docs_train"]) == (4, 48)
     assert stats["tokens_total"] == stats["tokens_val"] + stats["tokens_train"]
     assert manifest["shard_size"] == 20_000 and manifest["tokenizer_specs"] == SPECS
@@ -136,28 +136,18 @@ def test_specs_that_players_have_are_accepted(tmp_path):
             (spec,) = specs_of(tmp_path, content)
             assert f"{spec.name} {spec.dataset} {spec.file}".replace("fineweb10B_", "") == expected
             assert spec.kind == ("byte" if "byte" in expected else "sentencepiece_bpe")
-
-
-def test_bad_specs_are_named(tmp_path):
-    bad = {
-        "tokenizer 2: .*vocab_sise": [{"vocab_size": 512}, {"vocab_sise": 5}],
-        "'tiktoken' is not one of": [{"kind": "tiktoken"}],
-        "vocab_size 65537 must be 1 to 65536": [{"vocab_size": 65_537}],
-        "vocab_size 256 must be 260": [{"kind": "byte", "vocab_size": 256}],
-        "tokenizer_train_docs 0 must be 1": [{"vocab_size": 9, "tokenizer_train_docs": 0}],
-        "2: fineweb10B_sp9 is another": [{"vocab_size": 9}, {"vocab_size": 9, "name": "n"}],
-    }
-    for words, content in bad.items():
-        with pytest.raises(ValueError, match=rf"specs\.json.*{words}"):
-            specs_of(tmp_path, content)
+    with pytest.raises(ValueError, match=r"specs\.json: tokenizer 2: 'vocab_sise' is not a field"):
+        specs_of(tmp_path, [{"vocab_size": 512}, {"vocab_sise": 5}])
+    with pytest.raises(ValueError, match="2: fineweb10B_sp9 is another"):
+        specs_of(tmp_path, [{"vocab_size": 9}, {"vocab_size": 9, "name": "n"}])
 
 
 def test_the_command_line_overrides_the_specs(tmp_path, tokenizer):
     """A reused model may have fewer pieces than the spec says, but not more."""
-    content = [{"kind": "bytes"}, {"kind": "sentencepiece", "reuse_model_path": str(tokenizer)}]
-    (spec,) = specs_of(tmp_path, content, {"tokenizer_train_docs": 7}, skip_byte=True)
-    assert (spec.name, spec.model) == ("sp_bpe_384", tokenizer.read_bytes())
-    assert spec.fields == {**content[1], "tokenizer_train_docs": 7}
+    content = [{"kind": "bytes"}, {"vocab_size": 400}]
+    reused = {400: str(tokenizer)}
+    (spec,) = specs_of(tmp_path, content, {"tokenizer_train_docs": 7}, reused, skip_byte=True)
+    assert (spec.fields["tokenizer_train_docs"], spec.model) == (7, tokenizer.read_bytes())
     with pytest.raises(ValueError, match="384 pieces, more than vocab_size 300"):
         specs_of(tmp_path, [{"vocab_size": 300}], reused={300: str(tokenizer)})
 
@@ -166,18 +156,22 @@ def test_your_own_text(tmp_path, capsys, monkeypatch):
     """5 % are for validation, all of it trains the tokenizer, and the last line is the command that
     trains a model, on a terminal that is not UTF-8. No package of the download is needed."""
     sys.stdout.reconfigure(encoding="ascii")
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("huggingface_hub", "tqdm"):
         monkeypatch.setitem(sys.modules, name, None)  # its import fails
     monkeypatch.delitem(sys.modules, "cached_challenge_fineweb", raising=False)
     (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
-    out = tmp_path / "my \xe4"
-    arguments = ["--docs", f"{tmp_path}/my.txt", "--vocab-size=60000", f"--output-root={out}"]
+    arguments = ["--docs", "~/my.txt", "--vocab-size=60000", "--output-root=~/my \xe4"]
     runpy.run_path(rebuild.__file__)["main"](arguments)
-    num_docs = len(list(rebuild.read_documents(tmp_path / "my.txt")))
-    assert json.loads((out / "manifest.json").read_text())["num_val_docs"] == num_docs // 20 > 1
+    output, out = capsys.readouterr().out, tmp_path / "my \xe4"
+    texts = list(rebuild.read_documents(tmp_path / "my.txt"))
+    num_val_docs = json.loads((out / "manifest.json").read_text())["num_val_docs"]
+    assert num_val_docs == len(texts) // 20 > 1
+    val = "".join(map(caseops.normalize, texts[:num_val_docs])).encode()
+    bpb = 8 * len(lzma.compress(val, preset=9 | lzma.PRESET_EXTREME)) / len(val)
+    assert f"val: lzma_bpb:{bpb:.4f} (xz -9e on {len(val)} validation bytes)" in output
+    assert f"val: 0 of {num_val_docs} documents (0.00%) are also in train shards" in output
     size = len(pieces((out / "tokenizers/fineweb_60000_bpe.model").read_bytes()))
-    output = capsys.readouterr().out
-    assert f"{size} pieces, trained on {num_docs} of {num_docs} documents (100.0 %" in output
     assert f"WARNING: fineweb10B_sp60000 has {size} pieces, not 60000" in output
     folder = f"{tmp_path}/my \\xe4"
     assert shlex.split(output.splitlines()[-1]) == [
@@ -187,50 +181,28 @@ def test_your_own_text(tmp_path, capsys, monkeypatch):
     ]
 
 
-def test_what_a_score_on_the_validation_split_is_worth(tmp_path, tokenizer, capsys):
-    """Documents that are also in training, and the score of an ordinary compressor."""
-    docs = write_documents(tmp_path / "docs.jsonl", [*TEXTS[:4], *TEXTS[2:9]])
-    run(tmp_path, "--num-val-docs", 4, "--reuse-sp-model", f"384={tokenizer}", docs=[docs])
-    output = capsys.readouterr().out
-    assert "val: 2 of 4 documents (50.00%) are also in train shards" in output
-    assert re.search("WARNING: .*2 of 4 validation documents are in the train shards", output)
-    text = "".join(map(caseops.normalize, TEXTS[:4])).encode()
-    xz_bpb = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    bpb, num_bytes = re.search(r"val: lzma_bpb:(\S+) \(lzma on (\d+) validation", output).groups()
-    assert int(num_bytes) == len(text) and 0.9 * xz_bpb < float(bpb) < xz_bpb
-
-
-def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
-    """The training command gets shorter sequences, and following the advice is enough."""
+def test_a_short_split_is_named(tmp_path, tokenizer, capsys):
+    """The training command gets shorter sequences."""
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]
-    write_documents(tmp_path / "docs.jsonl", [text[:1200] for text in TEXTS[:12]])
+    write_documents(tmp_path / "docs.jsonl", [text[:500] for text in TEXTS])
     run(tmp_path, *reuse)
-    warning, _, command = capsys.readouterr().out.splitlines()[-3:]
-    assert re.search(r"^WARNING: \d+ validation tokens are so few", warning)
-    assert " VOCAB_SIZE=384 TRAIN_SEQ_LEN=128 python " in command
-    run(tmp_path, *reuse, *re.findall(r"(--num-val-docs) (\d+)", warning)[0])
     output = capsys.readouterr().out
-    assert "WARNING" not in output and "TRAIN_SEQ_LEN" not in output
+    assert re.search(r"\nNote: \d+ training tokens are less than one step \(524288\)", output)
+    docs = int(re.search(r"so few .*: --num-val-docs (\d+) is enough", output)[1])
+    assert " VOCAB_SIZE=384 TRAIN_SEQ_LEN=128 python " in output
+    stats = run(tmp_path, *reuse, "--num-val-docs", docs)["datasets"][0]["stats"]
+    assert 2000 <= stats["tokens_val"] < 3000 and "so few" not in capsys.readouterr().out
+    run(tmp_path, *reuse, "--num-val-docs", 30)
+    output = capsys.readouterr().out
+    assert re.search(r"WARNING: \d+ training .* one step of the demo \(6144\)", output)
+    assert re.search(r"WARNING: validation has \d+ of \d+ tokens, more than a tenth", output)
 
 
-def test_a_single_space_is_always_a_piece(tmp_path, capsys):
-    """This holds for a text with few spaces, too. A reused model without that piece is named, and
-    its byte tokens for a space are printed as a space."""
+def test_a_single_space_is_always_a_piece(tmp_path):
+    """Also for a text with few spaces."""
     texts = ["\u6587 \u6587" + "\u4e2d" * number for number in range(1000, 1040)]
-    docs = write_documents(tmp_path / "docs.jsonl", texts)
-    other = tmp_path / "other.model"
-    settings = {"character_coverage": 0.999, "hard_vocab_limit": False}
-    other.write_bytes(train_tokenizer(sentence_iterator=iter(texts), **settings))
-    for reuse in ([], ["--reuse-sp-model", f"384={other}"]):
-        run(tmp_path, *reuse, docs=[docs])
-        model = tmp_path / "out/tokenizers/fineweb_384_bpe.model"
-        assert ("\u2581" in pieces(model.read_bytes())) == (reuse == [])
-        warning = "WARNING: sp_bpe_384 has no piece for a single space"
-        assert (warning in capsys.readouterr().out) == (reuse != [])
-        folder = tmp_path / "out/datasets/fineweb10B_sp384"
-        assert check_dataset.main([str(folder), "--tokenizer", str(model)]) == 0
-        output = capsys.readouterr().out
-        assert "\u6587 \u6587" in output and "\u2581" not in output
+    run(tmp_path, docs=[write_documents(tmp_path / "docs.jsonl", texts)])
+    assert "\u2581" in pieces((tmp_path / "out/tokenizers/fineweb_384_bpe.model").read_bytes())
 
 
 def test_documents_of_plain_text_and_json_lines(tmp_path):
@@ -246,31 +218,9 @@ def test_documents_of_plain_text_and_json_lines(tmp_path):
     assert list(rebuild.read_documents(path)) == ["a ?", "b"]
 
 
-def rebuilt(folder, *args, docs=()) -> tuple[list[str], dict]:
-    """Make a byte dataset. Returns the texts in the order of the shards, and the manifest."""
-    manifest = run(folder, *args, specs=SPECS[2:], docs=docs)
-    path = folder / "out" / "datasets" / "fineweb10B_byte260"
-    shards = [read_shard(path / f"fineweb_{split}_000000.bin") for split in ("val", "train")]
-    data = bytes(255 if token == 1 else token - 4 for token in np.concatenate(shards).tolist())
-    texts = [text.decode() for text in data.split(b"\xff")[1:]]  # 255 is in no UTF-8 text
-    copy = folder / "out" / manifest["docs_jsonl"]
-    assert manifest["docs_meta"]["docs_sha256"] == hashlib.sha256(copy.read_bytes()).hexdigest()
-    assert texts == list(rebuild.read_documents(copy))
-    return texts, manifest
-
-
-def test_a_seed_shuffles_the_documents_before_the_split(tmp_path):
-    """The order is the same on every platform."""
-    texts = [f"\u00e9 {number}\n" for number in range(40)]
-    write_documents(tmp_path / "docs.jsonl", texts)
-    shuffled, manifest = rebuilt(tmp_path, "--shuffle", 7)
-    assert shuffled[:5] == [texts[i] for i in (5, 35, 12, 19, 15)]
-    assert sorted(shuffled) == sorted(texts) and manifest["shuffle_seed"] == 7
-    assert rebuilt(tmp_path, "--shuffle", 0)[0] not in (shuffled, texts)
-
-
 def test_documents_of_several_files_folders_and_pipes(tmp_path):
-    """Files keep the order of --docs; those of a folder are sorted. No document spans two files."""
+    """Files keep the order of --docs; those of a folder are sorted. No document spans two files. A
+    seed shuffles the documents before the split, in the same order on every platform."""
     folder, pipes = tmp_path / "folder", [tmp_path / "pipe1", tmp_path / "pipe2"]
     folder.mkdir()
     for name in ("b.txt", "a.jsonl", "c.md", ".d.txt"):
@@ -279,14 +229,23 @@ def test_documents_of_several_files_folders_and_pipes(tmp_path):
     for pipe in pipes:
         os.mkfifo(pipe)
         threading.Thread(target=pipe.write_text, args=(f"from {pipe.name}",), daemon=True).start()
-    texts, manifest = rebuilt(tmp_path, docs=[*pipes, tmp_path / "0.txt", folder])
-    assert texts == ["from pipe1", "from pipe2", "one\n\nand two", "json", "from b.txt"]
-    assert manifest["num_docs"] == 5 and manifest["shuffle_seed"] is None
+    run(tmp_path, specs=SPECS[2:], docs=[*pipes, tmp_path / "0.txt", folder])
+    mixed, texts = tmp_path / "out/docs_mixed", [f"\u00e9 {number}\n" for number in range(40)]
+    wanted = ["from pipe1", "from pipe2", "one\n\nand two", "json", "from b.txt"]
+    assert list(rebuild.read_documents(mixed)) == wanted
+    write_documents(tmp_path / "docs.jsonl", texts)
+    manifest = run(tmp_path, "--shuffle", 7, "--replace", specs=SPECS[2:])
+    shuffled = list(rebuild.read_documents(mixed))
+    assert shuffled[:5] == [texts[i] for i in (5, 35, 12, 19, 15)] and {*shuffled} == {*texts}
+    assert (manifest["num_docs"], manifest["shuffle_seed"]) == (40, 7)
+    (val,) = (tmp_path / "out/datasets/fineweb10B_byte260").glob("fineweb_val_*")
+    data = b"".join(b"\xff" + text.encode() for text in shuffled[:2])  # 255 is BOS
+    assert read_shard(val).tolist() == [1 if byte == 255 else byte + 4 for byte in data]
 
 
 def test_long_texts_become_lines_for_the_tokenizers_training():
     text = "word " * 2000 + "\n" + "\u4e2d" * 5000 + "\nend"
-    sentences = list(sentences_of([text], 4192, True, Counter()))
+    sentences = list(sentences_of([text], 4192, True))
     assert max(len(sentence.encode()) for sentence in sentences) <= 4192
     assert "".join(sentences).replace(" ", "") == "".join(text.split())
     assert sentences[0].endswith(" word") and sentences[-1] == "end"
@@ -294,30 +253,32 @@ def test_long_texts_become_lines_for_the_tokenizers_training():
 
 def test_bad_documents_are_named(tmp_path):
     bad = [
-        ("a.jsonl", b"\x1f\x8b\x08", "is compressed"),
-        ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c .*a.txt > fixed.txt"),
-        ("a", b"%PDF-1.4", "extract"), ("a.txt", "caf\u00e9".encode("utf-16"), "convert"),
-        ("a", b"\n \n", "has no text"), ("a", b"one", "has 1 documents, .*add text"),
-        ("a", b'{"text": "a"}\n\n{', "line 3 must be"), ("a", b'{"text": 5}', "line 1 must be"),
+        (b"\x1f\x8b\x08", "is compressed"), (b"one", "has 1 documents, .*add text"),
+        (b"caf\xe9", "after .caf. is not UTF-8: iconv -c .*a > fixed.txt"),
+        (b'{"text": "a"}\n\n{', "line 3 must be"),
     ]  # fmt: skip
-    for name, content, words in bad:
-        (tmp_path / name).write_bytes(content)
-        assert re.search(rf"/{name}:? .*{words}", failure(tmp_path, docs=[tmp_path / name]))
-    assert "b.txt does not" in failure(tmp_path, docs=[tmp_path / "a.txt", tmp_path / "b.txt"])
+    for content, words in bad:
+        (tmp_path / "a").write_bytes(content)
+        assert re.search(rf"/a:? .*{words}", failure(tmp_path, docs=[tmp_path / "a"]))
+
+
+def contents(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):
     """check_dataset.py refuses it. The next rebuild lists earlier datasets, too."""
-    write_documents(tmp_path / "docs.jsonl")
+    docs, less = (write_documents(tmp_path / f"{i}.jsonl", TEXTS[i:]) for i in range(2))
     other = {"name": "mine", "dataset_suffix": "mine", "model_prefix": "mine", "vocab_size": 384}
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]
-    first = run(tmp_path, *reuse)
+    first = run(tmp_path, *reuse, docs=[docs])
     folders = [tmp_path / "out/datasets" / f"fineweb10B_{name}" for name in ("sp384", "mine")]
-    (tmp_path / "out/datasets/fineweb10B_byte260").write_text("not a folder: the second fails")
-    assert "fineweb10B_byte260" in failure(tmp_path, *reuse, specs=[other, SPECS[2]])
+    (tmp_path / "out/datasets/fineweb10B_byte260").symlink_to("nowhere")  # the second fails
+    assert "byte260" in failure(tmp_path, *reuse, specs=[other, SPECS[2]], docs=[docs])
     assert check_dataset.main([str(folders[0]), "--tokenizer", str(tokenizer)]) == 1
     assert "manifest.part" in capsys.readouterr().err
-    both = run(tmp_path, *reuse, specs=[other])
+    assert "fineweb10B_mine is of other documents" in failure(tmp_path, specs=[other], docs=[less])
+    both = run(tmp_path, *reuse, specs=[other], docs=[docs])
     for kind, name in (("datasets", "fineweb10B_mine"), ("tokenizers", "mine")):
         assert both[kind][:1] == first[kind] and [e["name"] for e in both[kind][1:]] == [name]
     for folder in folders:
@@ -325,27 +286,61 @@ def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer,
     assert "nothing to compare" not in capsys.readouterr().out
 
 
+def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer):
+    """Each dataset has its own documents. The printed command replaces it, by a pipe's text, too.
+    A dataset of unknown documents is another's. The same documents may replace theirs."""
+    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
+    one, two = ([{"vocab_size": 384, "dataset_suffix": name}] for name in ("one", "two"))
+    a, b = (write_documents(tmp_path / name, TEXTS[:count]) for name, count in (("a", 9), ("b", 8)))
+    for specs, docs in ((one, a), (one, a), (two, b)):
+        run(tmp_path, *reuse, specs=specs, docs=[docs])
+    before, pipe = contents(tmp_path / "out"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    threading.Thread(target=pipe.write_bytes, args=(b.read_bytes(),)).start()
+    message = failure(tmp_path, *reuse, specs=one, docs=[pipe])
+    assert contents(tmp_path / "out") == {**before, tmp_path / "out/docs_piped": b.read_bytes()}
+    words = shlex.split(message.partition("replace it: python3 ")[2])
+    assert words[0].endswith(Path(rebuild.__file__).name) and words[-1] == "--replace"
+    rebuild.main(words[1:])
+    path = tmp_path / "out/manifest.json"
+    manifest = json.loads(path.read_text())
+    assert len({entry.pop("docs_sha256") for entry in manifest["datasets"]}) == 1
+    path.write_text(json.dumps(manifest))
+    result = run_here(tmp_path, {}, rebuild, ["--output-root=out", "--tokenizer-config=specs.json"])
+    assert "fineweb10B_one is of other documents, or no" in result.stderr  # without a download
+    message = failure(tmp_path, specs=[{"vocab_size": 384, "dataset_suffix": "new"}], docs=[a])
+    assert "fineweb_384_bpe.model is of other" in message
+
+
+def test_no_input_is_overwritten(tmp_path):
+    """Nor is another name of it. Nothing is written."""
+    a, out = write_documents(tmp_path / "a"), tmp_path / "out"
+    run(tmp_path, "--shuffle", 1, docs=[a])
+    os.mkfifo(tmp_path / "pipe")
+    (out / "docs_piped").write_bytes(a.read_bytes())
+    (tmp_path / "link").symlink_to(out / "docs_mixed")
+    model, config = out / "tokenizers/fineweb_384_bpe.model", out / "tokenizer_config.export.json"
+    before = contents(out)
+    for place, docs, *more in (
+        (out / "docs_piped", [tmp_path / "pipe", out / "docs_piped"]),
+        (out / "docs_mixed", [tmp_path / "link"], "--shuffle", 2),
+        (model, [a], "--reuse-sp-model", f"384={model}"),
+        (config, [a], "--tokenizer-config", config),
+    ):
+        message = failure(tmp_path, *more, "--replace", docs=docs)
+        assert f"{place} is an input" in message and contents(out) == before
+
+
 def test_errors_are_one_line(tmp_path):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
-    spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
-    message = failure(tmp_path, specs=[spec], docs=[docs])
-    assert "sp_bpe_512" in message and "coverage" in message
     message = failure(tmp_path, specs=[{"vocab_size": 262}], docs=[docs])
     assert "vocab_size 262 is too small" in message and ".cc" not in message
     enough = int(re.search(r"(\d+) is enough", message)[1])
     assert str(enough) in failure(tmp_path, specs=[{"vocab_size": enough - 1}], docs=[docs])
     run(tmp_path, specs=[{"vocab_size": enough}], docs=[docs])
-    assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=[docs])
-    assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
     (tmp_path / SIDECAR).write_text('{"docs_val": null}')
     assert "get 50000" in failure(tmp_path, docs=[docs])
-    result = run_here(tmp_path, {}, rebuild, [f"--output-root={tmp_path}", "--shuffle=1"])
-    assert result.returncode == 2 and "--shuffle needs --docs" in result.stderr
-    bad = "vocab-size=0 vocab-size=65537 chunk-tokens=0 chunk-tokens=2147483648 num-val-docs=-1 "
-    bad += "num-val-docs=5% tokenizer-train-docs=0 tokenizer-train-docs=nan shuffle=-1 shuffle=0.5"
-    for option in bad.split():
-        name, value = option.split("=")
-        assert f"--{name}: '{value}' is not a whole number" in failure(tmp_path, f"--{option}")
+    assert "--chunk-tokens: '2147483648' is not a" in failure(tmp_path, "--chunk-tokens", 2**31)
     program = SimpleNamespace(main=lambda: runpy.run_path(rebuild.__file__))
     result = run_here(tmp_path, {"MATCHED_FINEWEB_TOKENIZER_THREADS": "0"}, program)
     assert result.returncode == 2 and "TOKENIZER_THREADS: '0' is not" in result.stderr

@@ -1,15 +1,16 @@
 """Train several runs at a time, stop and resume them. For experiment.py."""
 
-import json
 import math
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from trained import files
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Side:
     folder: Path
     variables: Sequence[str] = ()  # those of environ that decide a run
     facts: Sequence[Any] = ()  # what decides a run's loss, apart from the data
+    scored: dict[str, Any] = field(default_factory=dict)  # what decides which tokens are scored
 
 
 @dataclass(eq=False)
@@ -45,7 +47,7 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """Return final_result.json with ms_per_step, or None without a finite score so far."""
         path = self.folder / "final_result.json"
-        facts = json.loads(path.read_bytes()) if path.is_file() else {}
+        facts = files.read_json(path) if path.is_file() else {}
         loss = facts.get("val_loss")  # null if it was not finite
         is_over = self.process is None or self.process.returncode == 0
         if not is_over or loss is None or not math.isfinite(loss):
