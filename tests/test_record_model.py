@@ -1,5 +1,4 @@
-"""train_record.py's model against plain versions: the techniques' formulas, document masks, the
-published sizes; knobs that need each other."""
+"""train_record.py's model against plain versions; published sizes; knobs that need each other."""
 
 import sys
 from dataclasses import fields

@@ -1,5 +1,4 @@
-"""train_record.py's final scores: test-time training and hints against plain versions, on any
-number of ranks and with groups of any size."""
+"""train_record.py's final scores: test-time training and hints against plain versions."""
 
 import copy
 import math
@@ -79,6 +78,9 @@ def plain_loss(gpt: GPT, documents: list[Tensor], lr: float, keep: bool = False)
     layers = [adapted.get_submodule(name.removesuffix(".weight")) for name in names]
     first = [layer.A[0].detach() for layer in layers]
     scale = 144 / hp.lora_rank if hp.lora_keep else 1
+    for A in first:
+        bound = 144 / hp.lora_rank / scale / A.size(1) ** 0.5
+        assert 0.9 * bound < A.abs().max() <= bound and A.mean().abs() < 0.2 * bound
     total = 0.0
     for document in documents:
         As = [nn.Parameter(A.clone()) for A in first]

@@ -62,11 +62,9 @@ def model_flops(gpt: torch.nn.Module) -> dict[str, int]:
 
 # A kernel counts in the first class that has a part of its name.
 CLASSES = {
-    "attention": r"flash|sdpa|fmha|attention|dot_do_o|convert_dq",  # cuDNN's and PyTorch's
-    # cuBLAS's, also for sums of split products; Inductor's templates
-    "matrix products": r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|triton_tem",
-    # Inductor's, and PyTorch's own
-    "elementwise": r"triton|elementwise|reduce|multi_tensor|norm|softmax|CatArray",
+    "attention": "flash|sdpa|fmha|attention|dot_do_o|convert_dq",  # PyTorch's and cuDNN's
+    "matrix products": "nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|triton_tem",  # cuBLAS's
+    "elementwise": "triton|elementwise|reduce|multi_tensor|norm|softmax|CatArray",
     "the rest": "",
 }
 
@@ -84,17 +82,14 @@ def profile_kernels(step: Callable) -> list[tuple[float, int, str]]:
 def list_kernels(kernels: list[tuple[float, int, str]], flops_ms: dict[str, float]) -> list[str]:
     """The ten that take most time, then the sum of each class and its share. flops_ms: the time
     that a class's FLOPs take at the rate of a large product."""
-    lines, sums = [], dict.fromkeys(CLASSES, 0.0)
-    for ms, count, name in sorted(kernels, reverse=True):
-        lines.append(f"{ms:9.2f} ms {count:5} x `{name[:80]}`")
-        kind = next(kind for kind, part in CLASSES.items() if re.search(part, name, re.I))
-        sums[kind] += ms
-    del lines[10:]
+    slowest = sorted(kernels, reverse=True)[:10]
+    lines = [f"{ms:9.2f} ms {count:5} x `{name[:80]}`" for ms, count, name in slowest]
+    sums = dict.fromkeys(CLASSES, 0.0)
+    for ms, _, name in kernels:
+        sums[next(kind for kind, part in CLASSES.items() if re.search(part, name, re.I))] += ms
     for kind, ms in sums.items():
-        line = f"{ms:9.2f} ms {100 * ms / sum(sums.values()):5.1f} % {kind}"
-        if kind in flops_ms:
-            line += f"; at the rate of a large product {flops_ms[kind]:.2f} ms"
-        lines.append(line)
+        best = f"; at a large product's rate {flops_ms[kind]:.2f} ms" if kind in flops_ms else ""
+        lines.append(f"{ms:9.2f} ms {100 * ms / sum(sums.values()):5.1f} % {kind}{best}")
     return lines
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import bench_step
 from logs import read_run
-from trained import SCRIPT, existing_file, load_script, start_program
+from trained import SCRIPT, existing_file, start_program
 
 import train_gpt
 from train_gpt import Hyperparameters, InputError
@@ -43,7 +43,6 @@ PARTS = [
     ("2 slots", 295, BENCH, "BATCH_SLOTS=2", 4),
     ("without cuDNN's attention", 340, [*BENCH, "--without-cudnn"], "", 4),
     ("without torch.compile", 365, BENCH, "COMPILE=0", 4),
-    ("export of the default model", 375, [__file__, "export"], "", 3),
     ("demo", 420, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
     ("demo on the CPU", 480, [SCRIPT], f"{DEMO} RUN_ID=cpu DEVICE=cpu", 1),
     ("the demo's two runs", 490, [__file__, "compare", "logs/here.txt", "logs/cpu.txt"], "", 1),
@@ -83,17 +82,6 @@ def copy() -> None:
     target = torch.empty_like(source)
     ms = bench_step.measure({"copy": lambda: target.copy_(source)}, 20, device)["copy"]
     print(f"{2e-9 * size / ms:.4g} TB/s read and written, {size >> 20} MiB")
-
-
-def export() -> None:
-    """Time the parts of an export of random weights."""
-    script = load_script(SCRIPT)
-    value = script.GPT(script.Hyperparameters.from_env(os.environ)).state_dict()
-    value = {name: torch.randn_like(tensor) for name, tensor in value.items()}
-    for part in (script.quantize_state_dict_int8, script.serialize, script.compress):
-        started = time.perf_counter()
-        value = part(value)
-        print(f"{part.__name__} {time.perf_counter() - started:.2f} s")
 
 
 def compare(*names: str) -> None:
@@ -181,6 +169,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    functions = {part.__name__: part for part in (product, copy, export, compare, repeat, train)}
+    functions = {part.__name__: part for part in (product, copy, compare, repeat, train)}
     name, *arguments = sys.argv[1:] or [""]
     sys.exit(functions[name](*arguments) if name in functions else main())
