@@ -41,6 +41,14 @@ def test_the_page_shows_its_edits(number):
     assert changed == {line for line in read_code(number) if not re.match(COMMAND, line)}
 
 
+def test_the_page_unsets_its_knobs_and_names_tests():
+    exported, unset = re.findall(r"(?m)^    (?:export|unset) (.*)$", PAGE)
+    assert re.findall(r"(\w+)=", exported) == unset.split()
+    tests = (ROOT / "tests/test_training.py").read_text(encoding="utf-8")
+    for name in re.findall(r"(?m) \| `(\w+)` \|$", PAGE):
+        assert re.search(rf"\ndef test_\w*{name}", tests), name
+
+
 @pytest.mark.baseline
 @pytest.mark.records
 @pytest.mark.parametrize("number", ["1", *EXERCISES])
