@@ -102,13 +102,10 @@ RECORDS = {
     },
     "min_lr": {FACTOR: FACTOR.replace("factor", "max(factor, 0.1)")},
 }
-RECORD_KNOBS = {  # the knobs of train_record.py that do the same
-    "leaky_relu": {"RELU_SLOPE": "0.5"},
-    "skip_gates": {"SKIP_GATES": "1"},
-    "xsa": {"XSA_LAYERS": "99"},
-    "muon_weight_decay": {"MUON_WEIGHT_DECAY": "0.095"},
-    "min_lr": {"MIN_LR": "0.1"},
-}
+RECORD_KNOBS = {  # of train_record.py, which do the same
+    "RELU_SLOPE": "0.5", "SKIP_GATES": "1", "XSA_LAYERS": "99", "MUON_WEIGHT_DECAY": "0.095",
+    "MIN_LR": "0.1",
+}  # fmt: skip
 
 # ---- The table of what neighbours have found -----------------------------------------------------
 NEIGHBOURS = {
