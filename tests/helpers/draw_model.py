@@ -33,7 +33,7 @@ TEXTS = [
     (207, 192, "skips: the second half adds the outputs of the first, last in, first out", GREEN),
     (14, 224, "Inside a block:", "black"), (128, 240, "x0", RED),
     (16, 277, "x", "black"), (912, 277, "x", "black"), (331, 262, "(B, T, D)", GRAY),
-    (262, 414, "q: (B, T, H, h); k, v: (B, T, K, h)", GRAY),
+    (170, 414, "q: (B, T, H, h); k, v: (B, T, K, h), each for H / K query heads", GRAY),
     (659, 414, "hidden: (B, T, 2 D)", GRAY),
     (14, 444, "h = D / H. The demo: 4 blocks, T = 128, D = 128, H = 2, K = 1, V = 1,024. "
      "The default: 9, 1,024, 512, 8, 4, 1,024.", GRAY),
