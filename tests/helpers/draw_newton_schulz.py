@@ -46,9 +46,9 @@ def draw(gradient: Tensor) -> Figure:
         label = f"{name}: {values[-1]:.2g} to {values[0]:.2g}"
         style = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "color": color}
         axes.annotate(label, (len(values), values[-1]), annotation_clip=False, **style)
-    axes.set(yscale="log", xlim=(1, len(values)), xlabel="rank of the singular value")
+    axes.set(yscale="log", xlim=(1, len(values)), xlabel="singular values, largest first")
     axes.set_yticks([0.001, 0.01, 0.1, 1], ["0.001", "0.01", "0.1", "1"])
-    axes.set_ylabel("singular value")
+    axes.set_ylabel("value")
     axes.set_title("Newton-Schulz brings the singular values of an update closer together")
     axes.title.set_fontsize("medium")
     axes.spines[["top", "right"]].set_visible(False)

@@ -51,7 +51,7 @@ def main() -> None:
         label = f"xz -9e, {name}: {value:.2f}"
         axes.annotate(label, (steps[-1], value), color="dimgray", **style)
     axes.set(xlabel="step", ylabel="bits per byte")
-    axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(0, max(bpb) + 0.1))
+    axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(1.5, max(bpb) + 0.1))
     axes.set_title("The demo's score on text that it has not seen", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
     args.picture.parent.mkdir(parents=True, exist_ok=True)
