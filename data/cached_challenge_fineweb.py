@@ -8,7 +8,6 @@ cache and links them into data/. After an interruption, the same command downloa
 
 import hashlib
 import os
-import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -49,14 +48,14 @@ def is_whole(file: Path) -> bool:
 
 def link_or_copy(source: Path, place: Path) -> None:
     """Make `place` a hard link to a file in the cache, or a copy if that is on another disk."""
+    source = source.resolve()  # the cache has symbolic links, and place may be one of them
     place.parent.mkdir(parents=True, exist_ok=True)
     place.unlink(missing_ok=True)
     try:
-        os.link(source.resolve(), place)  # the cache has symbolic links
+        os.link(source, place)
     except OSError:
-        temporary = place.with_name(f"{place.name}.part")
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, place)
+        with open(source, "rb") as content:
+            files.write_file(place, content)
 
 
 def download_file(path: str, root: Path, repo_id: str, remote_root: str) -> None:
@@ -95,9 +94,9 @@ def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, 
     tokenizer = manifest["tokenizers"][datasets[name]["tokenizer_name"]]
     names = ("model_path", "vocab_path", "path")
     paths = {tokenizer[key]: 0 for key in names if tokenizer.get(key)}
-    for split, number in (("val", stats["files_val"]), ("train", train_shards)):
+    for split, count in (("val", stats["files_val"]), ("train", train_shards)):
         most, left = manifest.get("shard_size", 0), stats.get(f"tokens_{split}", 0)
-        for index in range(number):
+        for index in range(count):
             size = files.HEADER_BYTES + 2 * min(most, left - index * most)
             paths[f"datasets/{name}/fineweb_{split}_{index:06d}.bin"] = size
     return paths
@@ -119,9 +118,9 @@ def download(
     paths = [*listed, *([files.DOCS, files.SIDECAR] if with_docs else [])]
     missing = [path for path in paths if not is_whole(root / path)]
     for path in sorted(listed.keys() - {*missing}):
-        place = root / path
-        if place.stat().st_size != listed[path]:
-            print(f"{place} was there and is kept: delete it to get the hub's", file=sys.stderr)
+        place, size = root / path, listed[path]
+        if place.stat().st_size != size and (size or place.stat().st_nlink == 1):  # not a link
+            print(f"{place} was there and is kept: if not the hub's, delete it", file=sys.stderr)
     disable_progress_bars()  # one line for all files
     pool = ThreadPoolExecutor(max_workers=8)
     place = (root, files.REPO_ID, files.REMOTE_ROOT)
@@ -140,16 +139,17 @@ def stop(*_: object) -> None:
 def main() -> None:
     parser = files.start_program(__doc__)
     parser.add_argument("--variant", default="sp1024", help="sp1024, ..., byte260")
-    number = parser.add_mutually_exclusive_group()
+    either = parser.add_mutually_exclusive_group()
     shards = f"train shards (default {DEFAULT_TRAIN_SHARDS})"
     count = {"type": files.number(int, 0), "metavar": "N", "help": shards}
-    number.add_argument("--train-shards", **count)
-    number.add_argument("bare", nargs="?", **count)
+    either.add_argument("--train-shards", **count)
+    either.add_argument("bare", nargs="?", **count)
     parser.add_argument("--skip-manifest", action="store_true", help="never download the manifest")
     parser.add_argument("--with-docs", action="store_true", help="download the documents, too")
-    parser.add_argument("--root", type=Path, default=HERE, help="the folder to fill")
+    parser.add_argument("--root", type=files.path, default=HERE, help="the folder to fill")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a hub that hangs up is an error
     num_train = args.bare if args.train_shards is None else args.train_shards
     try:
         print(download(args.root, args.variant, num_train, args.skip_manifest, args.with_docs))

@@ -7,6 +7,7 @@ both characters and never makes one, so no text needs escapes, and a mark counts
 """
 
 import itertools
+import os
 import re
 import signal
 from collections.abc import Iterable, Iterator
@@ -49,6 +50,9 @@ def encode(text: str) -> str:
 
 def encode_many(texts: Iterable[str], num_processes: int) -> Iterator[str]:
     """Encode texts in several processes and yield them in order."""
+    if os.path.isdir("/dev/shm") and not os.access("/dev/shm", os.W_OK):
+        yield from map(encode, texts)  # there a pool cannot have its semaphores
+        return
     texts = iter(texts)
     # Ctrl-C stops the main process, which stops the others.
     ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}

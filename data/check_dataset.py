@@ -111,7 +111,7 @@ def check_split(
     """Print the counts of a split and return them with the manifest's keys. Adds missing and
     damaged shards to `problems`; raises ValueError if another tokenizer made the tokens."""
     paths = sorted(folder.glob(f"fineweb_{split}_*.bin"))
-    expected = {folder / f"fineweb_{split}_{index:06d}.bin" for index in range(len(paths))}
+    expected = {folder / f"fineweb_{split}_{index:06d}.bin" for index in range(len(paths) or 1)}
     problems += [f"{path} is missing: {GET_AGAIN}" for path in sorted(expected - {*paths})]
     tokens = docs = num_bytes = 0
     beginnings: list[str] = []
@@ -153,7 +153,8 @@ def compare_with_manifest(path: Path, name: str, found: dict[str, int]) -> list[
 def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
     """Print counts and return a line for each problem. Raises ValueError or OSError."""
     if not any(folder.glob("fineweb_*.bin")):
-        raise ValueError(f"{folder} has no fineweb_*.bin: give the folder that has the shards")
+        problem = "has no fineweb_*.bin" if folder.is_dir() else "is not a folder"
+        raise ValueError(f"{folder} {problem}: give the folder that has the shards")
     place, name = files.find_manifest(folder, manifest)
     unfinished = place.with_name(files.UNFINISHED_MANIFEST)
     if unfinished.exists() and not place.exists():
@@ -174,9 +175,9 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Check the dataset that the arguments name. Returns the exit status."""
     parser = files.start_program(__doc__)
-    parser.add_argument("dataset", help="folder of fineweb_{train,val}_*.bin")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece .model file")
-    parser.add_argument("--manifest", type=Path, help="default: DATASET_DIR/../../manifest.json")
+    parser.add_argument("dataset", type=files.path, help="folder of fineweb_{train,val}_*.bin")
+    parser.add_argument("--tokenizer", type=files.path, required=True, help="its .model file")
+    parser.add_argument("--manifest", type=files.path, help="default: two levels above the folder")
     args = parser.parse_args(arguments)
     try:
         problems = check(Path(os.path.abspath(args.dataset)), args.tokenizer, args.manifest)

@@ -78,19 +78,20 @@ def sha256_sums(dataset: Path, tokenizer: Path) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def is_whole(dataset: Path, tokenizer: Path, with_caseops: bool) -> bool:
-    """Return whether all files are there and match the manifest and the flag."""
+def find_demo(dataset: Path, tokenizer: Path, with_caseops: bool) -> dict:
+    """Return the manifest if all files are there and match it and the flag, else {}."""
     try:
         facts = files.read_json(dataset / MANIFEST)
         same = facts.get("sha256") == sha256_sums(dataset, tokenizer)
-        return same and facts.get("caseops") == with_caseops
+        return facts if same and facts["caseops"] == with_caseops else {}
     except (OSError, ValueError):
-        return False
+        return {}
 
 
-def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
-    """Write the tokenizer, both shards and, last, the manifest. Several processes may do this at
-    once: each renames the same bytes into place."""
+def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> dict:
+    """Write the tokenizer, both shards and, last, the manifest, and return it. Several processes
+    may do this at once: each renames the same bytes into place."""
+    files.write_json(dataset / MANIFEST, {})  # so that a demo's folder is known as one
     val, train = split_documents(collect_sources())
     documents = val + train
     lzma_score = tokenizer_tools.lzma_score(val)
@@ -114,23 +115,25 @@ def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> None:
         "caseops": with_caseops,
     }
     files.write_json(dataset / MANIFEST, facts)
+    return facts
 
 
 def main() -> None:
     parser = files.start_program(__doc__)
-    parser.add_argument("--dataset", type=Path, help="default: data/datasets/demo_sp1024")
-    parser.add_argument("--tokenizer", type=Path, help="default: in data/tokenizers")
+    parser.add_argument("--dataset", type=files.path, help="default: data/datasets/demo_sp1024")
+    parser.add_argument("--tokenizer", type=files.path, help="default: in data/tokenizers")
     parser.add_argument("--caseops", action="store_true", help="mark capitals, see data/README.md")
     args = parser.parse_args()
     suffix = "_caseops" if args.caseops else ""
     dataset = args.dataset or HERE / f"datasets/demo_sp1024{suffix}"
     tokenizer = args.tokenizer or HERE / f"tokenizers/demo_1024_bpe{suffix}.model"
-    if not is_whole(dataset, tokenizer, args.caseops):
-        try:
-            build(dataset, tokenizer, args.caseops)
-        except OSError as error:
-            sys.exit(f"{error}: make the folder writable, or start in a copy of the repository")
-    facts = files.read_json(dataset / MANIFEST)
+    if any(dataset.glob("fineweb_*")) and not (dataset / MANIFEST).exists():
+        parser.error(f"{dataset} has another dataset: delete it, or set another --dataset")
+    try:
+        facts = find_demo(dataset, tokenizer, args.caseops)
+        facts = facts or build(dataset, tokenizer, args.caseops)
+    except OSError as error:
+        sys.exit(f"{error}: make the folder writable, or start in a copy of the repository")
     counts = f"documents:{facts['documents']} bytes:{facts['text_bytes']}"
     print(f"demo_corpus:{counts} python:{facts['python']}")
     print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))

@@ -20,7 +20,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ from tokenizer_tools import Spec, read_specs
 HERE = Path(__file__).resolve().parent
 MIXED_DOCS = "docs_mixed"  # a copy of documents from several files, or shuffled
 DEFAULT_NUM_VAL_DOCS = 50_000
+DEMO_STEP, DEFAULT_STEP = 6_144, 524_288  # TRAIN_BATCH_TOKENS
 # A document of plain text ends at the first blank line after 2,000 bytes (CR do not count).
 TEXT_DOCUMENT = re.compile(rb"(?s)\S(?:\r*[^\r]){1999}.*?(?=\n\s*\n|\Z)|\S.*")
 JSON_LINE = re.compile(rb'(\xef\xbb\xbf)?\s*{[^\n]*"text"\s*:')
@@ -48,35 +48,31 @@ JSON_LINE = re.compile(rb'(\xef\xbb\xbf)?\s*{[^\n]*"text"\s*:')
 
 def number_in(variable: str, default: int, most: int) -> int:
     try:
-        return number(int, 1, most)(os.environ.get(variable, str(default)))
+        return number(int, 1, most)(os.environ.get(variable, str(min(default, most))))
     except argparse.ArgumentTypeError as error:
         files.start_program(None).error(f"{variable}: {error}")
 
 
 BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512, most=2**20)  # documents
 NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", files.cores(), most=1024)
+Counts = dict[str, int]
 Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 
 
-def find_files(names: list[str], output: Path) -> list[Path]:
-    """Return the files of --docs. A pipe is copied, to be read again. Raises ValueError."""
-    paths: list[Path] = []
+def find_files(names: list[str]) -> list[Path | int]:
+    """Return the files of --docs; 0 is stdin. Raises ValueError."""
+    found: list[Path | int] = []
     for name in names:
-        path = Path(name)
-        if path.is_dir():
-            found = sorted([*path.glob("[!.]*.txt"), *path.glob("[!.]*.jsonl")])
-            if not found:
-                raise ValueError(f"{path} has no .txt or .jsonl files: name its files after --docs")
-            paths += found
-        elif name == "-" or path.is_fifo():
-            paths.append(output / f"docs_piped{len(paths) or ''}")  # a second one: docs_piped1
-            with open(0 if name == "-" else name, "rb") as pipe, open(paths[-1], "wb") as file:
-                shutil.copyfileobj(pipe, file)
-        elif path.exists():
-            paths.append(path)
-        else:
+        path = files.path(name)
+        if name != "-" and not path.exists():
             raise ValueError(f"{path} does not exist: correct --docs")
-    return paths
+        texts = [0 if name == "-" else path]
+        if path.is_dir():
+            texts = sorted([*path.glob("[!.]*.txt"), *path.glob("[!.]*.jsonl")])
+        if not texts:
+            raise ValueError(f"{path} has no .txt or .jsonl files: name its files after --docs")
+        found += texts
+    return found
 
 
 def mix_documents(paths: list[Path], seed: int | None, output: Path) -> Path:
@@ -108,7 +104,7 @@ def read_documents(path: Path) -> Iterator[str]:
         if start and not is_json:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             unit, documents = "document", (match[0] for match in TEXT_DOCUMENT.finditer(content))
-        for number, document in enumerate(documents, start=1):
+        for index, document in enumerate(documents, start=1):
             try:
                 if not is_json:
                     yield document.decode("utf-8-sig").replace("\r\n", "\n").strip()
@@ -117,12 +113,12 @@ def read_documents(path: Path) -> Iterator[str]:
                     yield json.loads(document)["text"].encode("utf-8", "replace").decode("utf-8")
             except UnicodeDecodeError as error:
                 before = document[: error.start].decode(errors="replace")[-40:]
-                place = f"{path}: {unit} {number}, after {before!r} is not UTF-8"
+                place = f"{path}: {unit} {index}, after {before!r} is not UTF-8"
                 iconv = f"iconv -c -f utf-8 -t utf-8 {shlex.quote(str(path))} > fixed.txt"
                 advice = "removes such bytes; for Latin-1, use -f latin1"
                 raise ValueError(f"{place}: {iconv} {advice}") from None
             except (ValueError, LookupError, TypeError, AttributeError):
-                raise ValueError(f'{path}: line {number} must be {{"text": "..."}}') from None
+                raise ValueError(f'{path}: line {index} must be {{"text": "..."}}') from None
 
 
 def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
@@ -131,7 +127,7 @@ def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
     return caseops.encode_many(texts, NUM_THREADS) if spec.fields.get("caseops") else texts
 
 
-def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> dict[str, int]:
+def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> Counts:
     """Return the number of documents in each split. Raises ValueError."""
     most = num_docs = sum(1 for _ in read_documents(docs))
     if num_val_docs is None and sidecar is None:
@@ -150,22 +146,21 @@ def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> 
 
 
 def describe_documents(
-    args: argparse.Namespace, docs: Path, num_docs: dict[str, int], sidecar: dict | None
+    args: argparse.Namespace, docs: Path, num_docs: Counts, sidecar: dict | None
 ) -> dict[str, Any]:
     """Return the manifest's entries about the documents."""
     with open(docs, "rb") as file:
         digest = hashlib.sha256(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    total = sum(num_docs.values())
     path = os.path.relpath(docs.with_name(files.SIDECAR), args.output_root)
     return {
-        "num_docs": total,
+        "num_docs": sum(num_docs.values()),
         "num_val_docs": num_docs["val"],
         "shuffle_seed": args.shuffle if sidecar is None else sidecar.get("shuffle_seed"),
         "docs_jsonl": os.path.relpath(docs, args.output_root),
         "docs_meta": {
             "remote_repo_id": None if args.docs else args.repo_id,
             "remote_root": None if args.docs else args.remote_root,
-            "num_docs": total,
+            "num_docs": sum(num_docs.values()),
             "docs_sha256": digest.hexdigest(),
             "source_manifest": path if sidecar else None,
             "source_sidecar": sidecar or None,
@@ -188,12 +183,12 @@ def encode_into_shards(texts: Iterator[str], encode: Encoder, size: int) -> Iter
 
 
 def export_dataset(
-    texts: Iterator[str], num_docs: dict[str, int], encode: Encoder, folder: Path, shard_size: int
-) -> dict[str, int]:
+    texts: Iterator[str], num_docs: Counts, encode: Encoder, folder: Path, shard_size: int
+) -> Counts:
     """Write both splits, replacing older shards. Returns docs_val, files_val, tokens_val, ..."""
     for old in folder.glob("fineweb_*"):
         old.unlink()
-    stats: dict[str, int] = {}
+    stats: Counts = {}
     for split, part in {"val": itertools.islice(texts, num_docs["val"]), "train": texts}.items():
         sizes: list[int] = []
         for shard in encode_into_shards(part, encode, shard_size):
@@ -211,50 +206,72 @@ def print_training_command(spec: Spec, dataset: dict[str, Any], output: Path) ->
     wanted = spec.fields.get("vocab_size", 0)
     if size < wanted:
         print(f"WARNING: {spec.dataset} has {size} pieces, not {wanted}: use VOCAB_SIZE={size}")
-    val_tokens = stats["tokens_val"]
-    if spec.kind == tokenizer_tools.BYTE or min(val_tokens, stats["tokens_train"]) < 2:
+    val, train = stats["tokens_val"], stats["tokens_train"]
+    if spec.kind == tokenizer_tools.BYTE or min(val, train) < 2:
         return  # train_gpt.py does not take bytes, and needs both splits
     data, model = output / dataset["path"], output / "tokenizers" / spec.file
     knobs = f"DATA_PATH={shlex.quote(str(data))} TOKENIZER_PATH={shlex.quote(str(model))}"
     knobs += f" VOCAB_SIZE={size}"
-    if val_tokens < 2000:
-        docs = math.ceil(2000 * stats["docs_val"] / val_tokens)
-        enough = f"--num-val-docs {docs}"
-        if 2 * docs > stats["docs_total"]:
-            enough = f"a text {math.ceil(20 * docs / stats['docs_total'])} times as long"
-        few = f"{val_tokens} validation tokens are so few that a score on them says little"
-        print(f"WARNING: {few}: {enough} should be enough")
-    if val_tokens <= 1024:  # too few for the default
-        knobs += f" TRAIN_SEQ_LEN={2 ** min((val_tokens - 1).bit_length() - 1, 7)}"
+    few = f"{train} training tokens are less than one step"
+    if train < DEMO_STEP:
+        print(f"WARNING: {few} of the demo ({DEMO_STEP}), so each step repeats them: add text")
+    elif train < DEFAULT_STEP:
+        print(f"Note: {few} ({DEFAULT_STEP}), except with PRESET=demo ({DEMO_STEP})")
+    if 10 * val > val + train:
+        print(f"WARNING: validation has {val} of {val + train} tokens, more than a tenth: add text")
+    if val < 2000:
+        docs = math.ceil(2000 * stats["docs_val"] / val)
+        few = f"{val} validation tokens are so few that a score on them says little"
+        print(f"WARNING: {few}: --num-val-docs {docs} is enough, of at least {10 * docs} documents")
+    if val <= 1024:  # too few for the default
+        knobs += f" TRAIN_SEQ_LEN={2 ** min((val - 1).bit_length() - 1, 7)}"
     print("Train with (on a CPU, put PRESET=demo in front):")
     print(f"{knobs} python {shlex.quote(os.path.relpath(HERE.parent / 'train_gpt.py'))}")
 
 
-def read_older_entries(specs: list[Spec], output: Path) -> dict[str, list[dict]]:
-    """Return manifest entries of earlier commands whose files exist and stay. Raises ValueError."""
+def read_older_manifest(output: Path) -> dict[str, Any]:
+    """Read the manifest of earlier commands, or of an interrupted one. Raises ValueError."""
+    for path in (output / files.MANIFEST, output / files.UNFINISHED_MANIFEST):
+        if path.exists():
+            return files.read_manifest(path)
+    return {"tokenizers": {}, "datasets": {}}
+
+
+def check_replaced(args: argparse.Namespace, specs: list[Spec], docs_sha256: str = "") -> None:
+    """Raise ValueError before shards or a tokenizer of other, or without docs_sha256 of unknown,
+    documents are replaced."""
+    older = read_older_manifest(args.output_root)
+    entries = [*older["tokenizers"].values(), *older["datasets"].values()]
+    made_from = {e.get("model_path", e.get("path")): e.get("docs_sha256") for e in entries}
+    made_from |= older.get("unfinished", {})
+    for path, model in ((path, spec.model) for spec in specs for path in spec.paths):
+        place, known = args.output_root / path, made_from.get(path)
+        is_other = place.read_bytes() != model if place.is_file() else any(place.glob("fineweb_*"))
+        if is_other and not args.replace and (known is None or docs_sha256 not in (known, "")):
+            command = ["python3", os.path.relpath(__file__), *args.arguments, "--replace"]
+            problem = f"{place} is of other documents, or no manifest says of which: set another"
+            raise ValueError(f"{problem} --output-root, or replace it: {shlex.join(command)}")
+
+
+def write_datasets(
+    specs: list[Spec], docs: Path, sha256: str, num_docs: Counts, cut: bool, size: int, output: Path
+) -> dict[str, Any]:
+    """Write tokenizers and datasets (`size` tokens a shard). Returns their manifest entries."""
+    older = read_older_manifest(output)
     replaced = {name for spec in specs for name in (spec.name, spec.dataset)}
-    path = output / files.MANIFEST
-    path = path if path.exists() else output / files.UNFINISHED_MANIFEST
 
     def stays(entry: dict[str, Any]) -> bool:
         place = output / entry.get("model_path", entry.get("path", ""))
         return place.exists() and entry["name"] not in replaced
 
-    older = files.read_manifest(path) if path.exists() else {"tokenizers": {}, "datasets": {}}
-    return {kind: [*filter(stays, older[kind].values())] for kind in ("tokenizers", "datasets")}
-
-
-def write_datasets(
-    specs: list[Spec], docs: Path, num_docs: dict[str, int], cut: bool, size: int, output: Path
-) -> dict[str, Any]:
-    """Write tokenizers and datasets (`size` tokens a shard). Returns their manifest entries."""
-    entries = read_older_entries(specs, output)
+    entries = {kind: [*filter(stays, older[kind].values())] for kind in ("tokenizers", "datasets")}
     models = [tokenizer_tools.make_model(spec, read_texts(docs, spec), cut) for spec in specs]
     # Until the end there is no manifest, so that check_dataset.py refuses an unfinished rebuild.
-    files.write_json(output / files.UNFINISHED_MANIFEST, entries)
+    unfinished = {path: sha256 for spec in specs for path in spec.paths}
+    files.write_json(output / files.UNFINISHED_MANIFEST, {**entries, "unfinished": unfinished})
     (output / files.MANIFEST).unlink(missing_ok=True)
     for spec, model in zip(specs, models, strict=True):
-        tokenizer = tokenizer_tools.write_tokenizer(spec, model, output)
+        tokenizer = tokenizer_tools.write_tokenizer(spec, model, output) | {"docs_sha256": sha256}
         sp = None if model is None else tokenizer_tools.open_model(model, spec.name)
         encode = functools.partial(tokenizer_tools.encode_texts, sp, NUM_THREADS)
         texts = read_texts(docs, spec)
@@ -262,14 +279,14 @@ def write_datasets(
             from tqdm import tqdm
 
             texts = iter(tqdm(texts, spec.dataset, sum(num_docs.values()), unit="doc"))
-        path = f"datasets/{spec.dataset}"
+        path, _ = spec.paths
         stats = export_dataset(texts, num_docs, encode, output / path, size)
-        counts = " ".join(f"{name}:{number}" for name, number in stats.items())
+        counts = " ".join(f"{name}:{count}" for name, count in stats.items())
         print(f"{spec.dataset}: {counts}", flush=True)
         if stats["tokens_val"] and stats["tokens_train"]:
             for problem in check_dataset.check_leaks(output / path, tokenizer["bos_id"]):
                 print(f"WARNING: {problem}", flush=True)
-        facts = ("vocab_size", "bos_id", "eos_id", "recommended_bigram_vocab_size")
+        facts = ("vocab_size", "bos_id", "eos_id", "recommended_bigram_vocab_size", "docs_sha256")
         dataset = {
             "name": spec.dataset,
             "tokenizer_name": spec.name,
@@ -287,38 +304,64 @@ def write_datasets(
     return {"tokenizer_specs": used, **entries}
 
 
+def get_documents(args: argparse.Namespace, specs: list[Spec]) -> Path:
+    """Return the file of documents: downloaded, or copied from pipes or several files. Raises
+    OSError, ValueError or RuntimeError."""
+    output = args.output_root
+    sources = find_files(args.docs or [])
+    pipes = [source for source in sources if source == 0 or source.is_fifo()]
+    copies = {pipe: output / f"docs_piped{i or ''}" for i, pipe in enumerate(pipes)}
+    mixed = [MIXED_DOCS] if len(sources) > 1 or args.shuffle is not None else []
+    names = (files.MANIFEST, files.UNFINISHED_MANIFEST, "tokenizer_config.export.json", *mixed)
+    outputs = [*copies.values(), *(output / name for name in names)]
+    inputs = [args.tokenizer_config, *sources]
+    for spec in specs:
+        folder, tokenizer = (output / path for path in spec.paths)
+        outputs += [tokenizer, tokenizer.with_suffix(".vocab"), *folder.glob("fineweb_*")]
+        inputs += [files.path(spec.fields["reuse_model_path"])] if spec.model else []
+    files.check_outputs(inputs, outputs)
+    output.mkdir(parents=True, exist_ok=True)
+    for pipe, copy in copies.items():  # to read it again
+        with open(pipe, "rb") as content:
+            files.write_file(copy, content)
+        name = "-" if pipe == 0 else str(pipe)
+        args.arguments = [str(copy) if word == name else word for word in args.arguments]
+    paths = [copies.get(source, source) for source in sources]
+    if mixed:
+        return mix_documents(paths, args.shuffle, output)
+    if paths:
+        return paths[0]
+    check_replaced(args, specs)  # before a long download
+    from cached_challenge_fineweb import download_file  # needs the hub's client
+
+    for name in (files.DOCS, files.SIDECAR):
+        if not (output / name).exists():
+            download_file(name, output, args.repo_id, args.remote_root)
+    return output / files.DOCS
+
+
 def rebuild(args: argparse.Namespace) -> None:
     """Write tokenizers, datasets and manifest. Raises OSError, ValueError or RuntimeError."""
+    if args.docs is None and args.shuffle is not None:
+        raise ValueError("--shuffle needs --docs: the hub's documents are shuffled already")
     overrides = {"caseops": args.caseops, "tokenizer_train_docs": args.tokenizer_train_docs}
     source = args.vocab_size or args.tokenizer_config
     specs = read_specs(source, overrides, dict(args.reuse_sp_model), args.skip_byte)
-    output = args.output_root
-    output.mkdir(parents=True, exist_ok=True)
-    if args.docs is not None:
-        docs, *others = find_files(args.docs, output)
-        if others or args.shuffle is not None:
-            docs = mix_documents([docs, *others], args.shuffle, output)
-    elif args.shuffle is not None:
-        raise ValueError("--shuffle needs --docs: the hub's documents are shuffled already")
-    else:
-        from cached_challenge_fineweb import download_file  # needs the hub's client
-
-        docs = output / files.DOCS
-        for name in (files.DOCS, files.SIDECAR):
-            if not (output / name).exists():
-                download_file(name, output, args.repo_id, args.remote_root)
+    output, docs = args.output_root, get_documents(args, specs)
     sidecar = None if args.docs else {}  # facts about the hub's documents; None for your own
     if docs.name == files.DOCS and docs.with_name(files.SIDECAR).exists():
         sidecar = files.read_json(docs.with_name(files.SIDECAR))
     num_docs = count_splits(docs, args.num_val_docs, sidecar)
+    about = describe_documents(args, docs, num_docs, sidecar)
+    sha256 = about["docs_meta"]["docs_sha256"]
+    check_replaced(args, specs, sha256)
     if sidecar is None and args.shuffle is None and num_docs["val"] > 1:
         note = f"Note: validation is the first {num_docs['val']} documents. If yours are sorted, or"
         print(f"{note} from several sources, add --shuffle 1 to mix them.")
     val_texts = itertools.islice(read_documents(docs), num_docs["val"])
     print(f"val: {tokenizer_tools.lzma_score(val_texts)}")
-    about = describe_documents(args, docs, num_docs, sidecar)
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
-    entries = write_datasets(specs, docs, num_docs, cut, args.chunk_tokens, output)
+    entries = write_datasets(specs, docs, sha256, num_docs, cut, args.chunk_tokens, output)
     settings = {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
     files.write_json(output / files.MANIFEST, {**settings, **about, **entries})
     (output / files.UNFINISHED_MANIFEST).unlink()
@@ -336,14 +379,14 @@ def size_and_model(text: str) -> tuple[int, str]:
 def main(arguments: list[str] | None = None) -> None:
     parser = files.start_program(__doc__)
     add, docs_help = parser.add_argument, "text or JSON lines, folders, - for stdin (the hub's)"
-    add("--output-root", type=Path, required=True)
+    add("--output-root", type=files.path, required=True)
     add("--docs", nargs="+", action="extend", metavar="FILE", help=docs_help)
     add("--shuffle", type=number(int, 0), metavar="SEED", help="shuffle your own documents")
     add("--repo-id", default=files.REPO_ID)
     add("--remote-root", default=files.REMOTE_ROOT)
     which, size = parser.add_mutually_exclusive_group(), number(int, 1, 2**16)
     which.add_argument("--vocab-size", type=size, metavar="N", help="make one tokenizer")
-    which.add_argument("--tokenizer-config", type=Path, default=HERE / "tokenizer_specs.json")
+    which.add_argument("--tokenizer-config", type=files.path, default=HERE / "tokenizer_specs.json")
     add("--num-val-docs", type=number(int, 0), metavar="N", help="default: 5 %% of your own")
     shard_size = number(int, 1, 2**31 - 1)  # a shard counts tokens in an int32
     add("--chunk-tokens", type=shard_size, default=100_000_000, metavar="N", help="of a shard")
@@ -352,10 +395,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--skip-byte", action="store_true", help="make no byte dataset")
     reuse = {"type": size_and_model, "metavar": "VOCAB_SIZE=MODEL", "action": "append"}
     add("--reuse-sp-model", help="use a model you have", default=[], **reuse)
+    add("--replace", action="store_true", help="replace datasets of other documents")
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        rebuild(parser.parse_args(arguments))
+        rebuild(parser.parse_args(arguments, argparse.Namespace(arguments=arguments)))
     except (OSError, ValueError, RuntimeError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(" ".join(str(error).splitlines()))
     except KeyboardInterrupt:
         sys.exit("interrupted: run the same command again to start over")
 

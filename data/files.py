@@ -6,14 +6,14 @@ the tokens as little-endian uint16. This module must not need numpy, which the d
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import os
 import signal
 import struct
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,12 @@ MANIFEST = "manifest.json"
 UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
 
 
-def write_to_reader(write: Callable[[bytes], int], data: bytes) -> int:
-    """Write to stdout. End the program quietly if the reader, such as head, is gone."""
-    try:
-        return write(data)
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for fd in (1, 2):  # stdout: its buffer; stderr: programs that report a SystemExit
-            os.dup2(nowhere, fd)
-        sys.exit(128 + signal.SIGPIPE)
-
-
 def start_program(doc: str | None) -> argparse.ArgumentParser:
     """Let stdout print any text, line by line. Return a parser whose help shows this docstring."""
     with contextlib.suppress(AttributeError):  # a closed stdout
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    if sys.stdout and sys.stdout is sys.__stdout__:  # not pytest's
-        file = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)  # the latter with python -u
-        file.write = functools.partial(write_to_reader, file.write)
+    if sys.stdout is sys.__stdout__:  # not pytest's
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly with a reader such as head
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=layout)
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line
@@ -74,11 +62,20 @@ def number(
     return convert
 
 
+def path(text: str) -> Path:
+    """Expand ~, as a shell does where a path begins with it: the `type` of an argument."""
+    return Path(os.path.expanduser(text))
+
+
 def cores() -> int:
-    """Return the number of cores that this process may use: taskset and SLURM can limit them."""
+    """Return the number of cores that this process may use: taskset, SLURM, containers limit it."""
+    count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no cgroup 2, or no quota: "max 100000"
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        count = min(count, math.ceil(quota / period))
+    return count
 
 
 def count_tokens(path: Path) -> int:
@@ -128,15 +125,22 @@ def find_manifest(folder: Path, manifest: Path | None = None) -> tuple[Path, str
     return [*listed, *reversed(begun), *places][0]
 
 
+def check_outputs(inputs: list[Path | int], outputs: list[Path]) -> None:
+    """Raise ValueError if an output is also an input: by another name, a link, or an open file."""
+    for output in filter(Path.exists, outputs):
+        if any(os.path.samestat(output.stat(), os.stat(source)) for source in inputs):
+            raise ValueError(f"{output} is an input, and would be overwritten: copy or rename it")
+
+
 def write_file(path: Path, *parts: Any) -> None:
-    """Write the parts (bytes or arrays) to a temporary file and rename it, so that `path` is always
-    a complete file, even if several processes write it at once."""
+    """Write the parts (bytes, arrays or open files) to a temporary file and rename it, so that
+    `path` is always a complete file, even if several processes write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         with open(temporary, "wb") as file:
             for part in parts:
-                file.write(part)
+                file.writelines(part if isinstance(part, Iterator) else [part])
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

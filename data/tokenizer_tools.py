@@ -5,15 +5,14 @@ import itertools
 import lzma
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import caseops
+import files
 import numpy as np
-from files import DATASET_PREFIX, read_json, write_file, write_json
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 SPECIAL_IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
@@ -76,6 +75,10 @@ class Spec:
     file: str  # in tokenizers/
     model: bytes | None = None  # the SentencePiece model to reuse
 
+    @property
+    def paths(self) -> tuple[str, str]:
+        return f"datasets/{self.dataset}", f"tokenizers/{self.file}"
+
 
 def check_fields(fields: dict[str, Any], kind: str) -> None:
     """Raise ValueError if a field is unknown or has an invalid value."""
@@ -113,13 +116,13 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
             fields["reuse_model_path"] = reused[size]
     check_fields(fields, kind)
     if kind == BYTE:
-        dataset = DATASET_PREFIX + fields.get("dataset_suffix", "byte260")
+        dataset = files.DATASET_PREFIX + fields.get("dataset_suffix", "byte260")
         file = fields.get("filename", "fineweb_pure_byte_260.json")
         return Spec(fields, kind, fields.get("name", "pure_byte_260"), dataset, file)
     suffix = "_caseops" if fields.get("caseops") else ""
     model = None
     if "reuse_model_path" in fields:
-        path = Path(fields["reuse_model_path"]).expanduser()
+        path = files.path(fields["reuse_model_path"])
         model = path.read_bytes()
         sp = open_model(model, str(path))
         if suffix:
@@ -133,7 +136,7 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
     if size is None:
         raise ValueError("it has no vocab_size and no reuse_model_path: set one")
     name = fields.get("name", f"sp_bpe_{size}") + suffix
-    dataset = DATASET_PREFIX + fields.get("dataset_suffix", f"sp{size}") + suffix
+    dataset = files.DATASET_PREFIX + fields.get("dataset_suffix", f"sp{size}") + suffix
     file = fields.get("model_prefix", f"fineweb_{size}_bpe") + suffix + ".model"
     return Spec(fields, kind, name, dataset, file, model)
 
@@ -144,7 +147,7 @@ def read_specs(
     """Make the specs in a file, or one for a vocabulary size. `overrides` are fields; `reused` has
     paths of models by vocabulary size. Raises ValueError or OSError."""
     place = f"--vocab-size {source}" if isinstance(source, int) else str(source)
-    entries = [{"vocab_size": source}] if isinstance(source, int) else read_json(source)
+    entries = [{"vocab_size": source}] if isinstance(source, int) else files.read_json(source)
     if isinstance(entries, dict):
         entries = entries.get("tokenizer_specs", entries.get("tokenizers"))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -171,16 +174,12 @@ def read_specs(
     return specs
 
 
-def sentences_of(texts: Iterable[str], limit: int, cut: bool, counts: Counter) -> Iterator[str]:
-    """Yield and count the texts that SentencePiece trains on. The trainer skips texts of more than
-    `limit` bytes; `cut` divides these into lines, and long lines at spaces."""
+def sentences_of(texts: Iterable[str], limit: int, cut: bool) -> Iterator[str]:
+    """Yield the texts that SentencePiece trains on. The trainer skips texts of more than `limit`
+    bytes; `cut` divides these into lines, and long lines at spaces."""
     length = max(limit // 4, 1)  # in characters of at most 4 bytes
     for text in filter(None, (text.replace("\0", " ").strip() for text in texts)):
-        size = len(text.encode())
-        counts.update(docs=1, bytes=size)
-        if size <= limit or cut:
-            counts.update(used_docs=1, used_bytes=size)
-        if size > limit and cut:
+        if cut and len(text.encode()) > limit:
             yield from re.findall(rf"\S.{{0,{length - 1}}}(?!\S)|\S{{1,{length}}}", text)
         else:
             yield text
@@ -197,29 +196,25 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
     # The piece for a single space, which a text with few spaces would not give. A tokenizer that
     # has it anyway stays the same.
     settings["required_chars"] = "".join([*settings.get("required_chars", ""), "\u2581"])
-    counts: Counter[str] = Counter()
     try:
         limit = int(settings.get("max_sentence_length", 4192))  # SentencePiece's default
-        model = train_sentencepiece(sentences_of(texts, limit, cut, counts), **settings)
+        model = train_sentencepiece(sentences_of(texts, limit, cut), **settings)
     except (RuntimeError, ValueError) as error:
         reason = re.sub(r".*\.cc\(\d+\) \[.*\] ", "", str(error))  # its file, line and condition
         if sizes := re.search(r"required_chars\. (\d+) vs (\d+)", reason):
             reason = f"vocab_size {sizes[1]} is too small for this text: {sizes[2]} is enough"
         raise ValueError(f"{spec.name}: SentencePiece cannot train: {reason}") from None
-    used = f"{counts['used_docs']} of {counts['docs']} documents"
-    percent = 100 * counts["used_bytes"] / counts["bytes"]
-    pieces = open_model(model, spec.name).vocab_size()
-    print(f"{spec.name}: {pieces} pieces, trained on {used} ({percent:.1f} % of the text)")
+    print(f"{spec.name}: {open_model(model, spec.name).vocab_size()} pieces")
     return model
 
 
 def write_tokenizer(spec: Spec, model: bytes | None, output: Path) -> dict[str, Any]:
     """Write a tokenizer's files to `output` and return its entry in the manifest."""
-    path = f"tokenizers/{spec.file}"
+    _, path = spec.paths
     if model is None:
         config = {**SPECIAL_IDS, "byte_offset": BYTE_OFFSET, "byte_count": 256}
         content = {"tokenizer_type": "pure_byte", "config": config, "vocab_size": 260}
-        write_json(output / path, content)
+        files.write_json(output / path, content)
         facts = {"vocab_size": 260, **SPECIAL_IDS, "path": path}
     else:
         sp = open_model(model, spec.name)
@@ -228,8 +223,8 @@ def write_tokenizer(spec: Spec, model: bytes | None, output: Path) -> dict[str, 
             print(f"WARNING: {lacks} or <unk>: a tokenizer that you train here has one")
         lines = (f"{sp.id_to_piece(i)}\t{sp.get_score(i):g}\n" for i in range(sp.vocab_size()))
         vocab_path = path.removesuffix(".model") + ".vocab"
-        write_file(output / path, model)
-        write_file(output / vocab_path, "".join(lines).encode())
+        files.write_file(output / path, model)
+        files.write_file(output / vocab_path, "".join(lines).encode())
         facts = {"vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "eos_id": sp.eos_id()}
         facts |= {"model_path": path, "vocab_path": vocab_path}
     bigrams = 5 * 128 * math.ceil(facts["vocab_size"] / 128)
@@ -249,8 +244,7 @@ def encode_texts(sp: SentencePieceProcessor | None, threads: int, texts: list[st
 
 
 def lzma_score(texts: Iterable[str]) -> str:
-    """Return a line: lzma's bits per byte of the validation texts, or of their first 10 MB."""
+    """Return a line: xz's bits per byte of the validation texts, or of their first 10 MB."""
     data = "".join(map(caseops.normalize, texts)).encode()[: 10**7]  # the bytes that count
-    settings = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}
-    bpb = 8 * len(lzma.compress(data, lzma.FORMAT_RAW, filters=[settings])) / max(len(data), 1)
-    return f"lzma_bpb:{bpb:.4f} (lzma on {len(data)} validation bytes)"
+    bpb = 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / max(len(data), 1)
+    return f"lzma_bpb:{bpb:.4f} (xz -9e on {len(data)} validation bytes)"

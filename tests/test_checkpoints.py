@@ -12,6 +12,8 @@ import torch
 from runs import TORCHRUN, failed, finished, run_here, run_ranks, same_models, send_signals
 from texts import read_shard, write_shard
 
+import train_gpt
+
 CHECKPOINT = Path("checkpoints", "test.pt")
 
 
@@ -64,8 +66,26 @@ def test_a_run_resumes_to_the_same_bits_and_names_the_knobs_that_changed(copied,
     assert float(re.search(r"train_time:(\d+)ms", end)[1]) > saved["train_ms"] > 0
 
 
+class Reordered(train_gpt.CausalSelfAttention):
+    def __init__(self, hp: train_gpt.Hyperparameters) -> None:
+        super().__init__(hp)
+        self.c_k = self._modules.pop("c_k")  # after c_v, which has its shape
+
+
+def test_each_parameter_resumes_with_its_own_state(copied, long_knobs, monkeypatch):
+    """An edit may change the order of the model's parameters, or the groups of an optimizer."""
+    environ = {**long_knobs, "RESUME": "auto", "SCALAR_LR": "0.05"}  # as TIED_EMBED_LR
+    ends = [finished(run_here(copied, environ))[-1]]
+    monkeypatch.setattr(train_gpt, "CausalSelfAttention", Reordered)
+    ends.append(finished(run_here(copied, environ))[-1])
+    groups = {"tok_emb.": "embed", "skip_weights": "embed"}
+    monkeypatch.setattr(train_gpt, "OPTIMIZER_GROUPS", groups)
+    ends.append(finished(run_here(copied, environ))[-1])
+    assert ends == ends[:1] * 3
+
+
 def test_what_a_checkpoint_has_or_lacks_is_named(copied, long_knobs):
-    """State that this script lacks is dropped. Old checkpoints lack the knobs and the shards."""
+    """State that this script lacks is dropped. Old checkpoints lack knobs, shards and names."""
     path = copied / CHECKPOINT
     saved = torch.load(path, weights_only=True)
     environ = {**long_knobs, "RESUME": "auto", "ITERATIONS": "14"}
@@ -73,6 +93,9 @@ def test_what_a_checkpoint_has_or_lacks_is_named(copied, long_knobs):
     lines = finished(run_here(copied, environ))
     assert [line for line in lines if line.startswith("WARNING: ema ")]
     assert resume_line(lines).endswith(" ITERATIONS:20->14 EMA_DECAY:0.9->None")
+    for optimizer in saved["optimizers"]:
+        for group in optimizer["param_groups"]:
+            del group["names"]
     torch.save({key: saved[key] for key in saved.keys() - {"knobs", "shards"}}, path)
     assert " NUM_LAYERS:None->3 " in resume_line(finished(run_here(copied, environ)))
     torch.save({key: saved[key] for key in saved.keys() - {"stream"}}, path)

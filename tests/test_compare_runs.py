@@ -134,30 +134,22 @@ def test_a_line_without_its_numbers_is_no_line(tmp_path, capsys):
     assert "  0.000000  1.981971" in compare(capsys, path)[1]
 
 
-def test_a_default_name_shows_its_folder(tmp_path, capsys):
-    """The name is this project's or the baseline's, the folder OUTPUT_DIR."""
-    names = "261126-135519-0a1b", "123e4567-e89b-12d3-a456-426614174000", "mine"
-    logs = tmp_path / "out" / "logs"
-    logs.mkdir(parents=True)
-    for name in names:
-        (logs / f"{name}.txt").write_text(LOG)
-    out = compare(capsys, *logs.iterdir())[1]
-    assert all(f"\n  out/{name} " in out for name in names[:2]) and "\n  mine " in out
-
-
 def test_runs_of_one_seed_are_judged_as_in_an_experiment(tmp_path, capsys):
     """By hand, the differences are 0.010, 0.012, 0.014, their standard error 0.0011547, the
     quantile 20.2. A seed that only the larger side has does not count."""
     sides = write_sides(tmp_path, [3.50, 3.54, 3.62], [3.490, 3.528, 3.606, 3.3])
     code, out = compare(capsys, *sides[:5], *reversed(sides[5:]))
-    assert code == 1 and "3 pairs of one seed: 0.01200 nats (-0.011" in out
+    rule = "\nrule: evidence of pairs, level 0.01, as both sides have these seeds; baseline minus "
+    assert code == 1 and f"{rule}candidate:\n3 pairs of one seed: 0.01200 nats (-0.011" in out
     assert "to 0.03535), not yet\n  better by more than 0.005? evidence " in out
     code, out = compare(capsys, *sides, "--by=0.001", "--alpha=0.1")
     assert code == 0 and re.search(r"\), better\n .* 0\.001\? evidence \S+; 10 or more", out)
+    assert "level 0.1, as" in out
 
 
 def test_without_pairs_the_verdict_is_that_of_welchs_test(tmp_path, capsys):
-    """By hand, the standard error is 0.00185345, and t at 0.005 is 3.65984 with df = 4.74476."""
+    """By hand, the standard error is 0.00185345, and t at 0.005 is 3.65984 with df = 4.74476. The
+    name of the score tells scripts apart."""
     shown = "0.00694 to 0.01663\n  better by more than 0.005? shown (p = 0.008)\n"
     for baseline, candidate, more, code, words in [
         (BASELINE, CANDIDATE, "", 0, f"all runs: 0.01178 nats, 95 % confidence interval {shown}"),
@@ -168,19 +160,15 @@ def test_without_pairs_the_verdict_is_that_of_welchs_test(tmp_path, capsys):
         sides = write_sides(tmp_path, baseline, candidate, first=3)
         ended, out = compare(capsys, *sides, *more.split())
         assert ended == code and words in out and "pairs" not in out
-
-
-def test_runs_of_other_scripts_or_of_a_repeated_seed_are_no_pairs(tmp_path, capsys):
-    """The name of the score tells the scripts apart."""
     sides = write_sides(tmp_path)
-    text = sides[2].read_text().replace("seed:1", "seed:0").replace("5.6", "5.7")
-    sides[2].write_text(text)
-    out = compare(capsys, *sides[:7], sides[8])[1]
-    assert "all runs: " in out and "pairs" not in out
-    write_sides(tmp_path)
-    for path in sides[6:]:
-        path.write_text(path.read_text().replace("final_int8_zlib_roundtrip", "legal_ttt"))
-    assert "p = 0.008" in compare(capsys, *sides)[1]
+    for path, old, new, reason in [
+        (sides[1], "seed:0", "seed:7", "the sides have other seeds"),
+        (sides[2], "seed:1", "seed:7", "a seed occurs twice on a side"),
+        (sides[8], "int8_zlib", "legal_ttt", "the scripts differ"),
+    ]:
+        path.write_text(path.read_text().replace(old, new).replace("5.63", f"5.{len(reason)}"))
+        out = compare(capsys, *sides)[1]
+        assert f"\nrule: Welch's t-test, level 0.01, as {reason}; " in out and "p = 0.008" in out
 
 
 def test_the_table(tmp_path, capsys):
@@ -190,8 +178,11 @@ def test_the_table(tmp_path, capsys):
     assert "base-1 1 18 344.44 17,838 3.514100 1.757050 485 984,749 1,072,710" in rows
     assert "n = 4, mean 344.44 17,838 3.511150 1.755575 984,749 1,072,710" in rows
     assert "standard deviation 0.00 0 0.002585 0.001293 0 0" in rows
-    code, out = compare(capsys, *sides[1:5])  # any runs: no mean
-    assert code == 0 and "  base-1 " in out and "mean" not in out
+    path = tmp_path / "out" / "logs" / "261126-135519-0a1b.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text(LOG)
+    code, out = compare(capsys, *sides[1:5], path)  # any runs: no mean
+    assert code == 0 and f"  out/{path.stem} " in out and "mean" not in out
 
 
 def test_what_makes_a_comparison_worthless(tmp_path, capsys):
@@ -241,8 +232,8 @@ def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
     assert "warning: the runs differ in validation text: 145,424 to 151,795 bytes" in out
     groups = [compare_runs.Group("a", [*map(read_run, sides[1:3] + sides[4:])])]
     lines = [line.get_ydata() for line in compare_runs.draw(groups).axes[0].lines]
-    ends = [y[-1] for y in lines if len(y) > 0]  # training, validation, training, ...
-    assert ends[1::2] == pytest.approx([1.89145] * 2 + [1.625] * 2)
+    ends = [y[-1] for y in lines if len(y) > 0]  # training, validation, from one to the other, ...
+    assert ends[1::3] == ends[2::3] == pytest.approx([1.89145] * 2 + [1.625] * 2)
 
 
 def test_without_arguments_the_newest_log_is_drawn(tmp_path, capsys, monkeypatch):
@@ -261,51 +252,53 @@ def test_without_arguments_the_newest_log_is_drawn(tmp_path, capsys, monkeypatch
     assert compare(capsys, "logs/n\xe9w.txt", "logs/old.txt", "--picture=two.svg")[0] == 0
 
 
-def draw_logs(folder, texts: dict[str, str]):
-    """Draw logs with these names and texts. Returns the figure."""
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    runs = [read_run(folder / name) for name in texts]
-    return compare_runs.draw([compare_runs.Group("runs", runs)])
-
-
-def test_the_legend_shows_each_name_as_text_with_the_color_of_its_curve(tmp_path):
-    """matplotlib hides labels that begin with _, takes text between dollars for TeX, and has ten
-    colors."""
-    names = ["_a.txt", "$x^{_$.txt", *(f"{i}.txt" for i in range(10))]
-    texts = {name: LOG.replace("6.9301", f"{i}.0") for i, name in enumerate(names)}
-    figure = draw_logs(tmp_path, texts)
+def test_the_picture_of_many_logs(tmp_path):
+    """matplotlib hides labels that begin with _, takes text between dollars for TeX, and a user's
+    matplotlibrc may ask for TeX. The losses of a long run's first steps are above the picture."""
+    names, runs = ["_a", "$x^{_$", *map(str, range(10))], []
+    for i, name in enumerate(names):
+        text = LOG.replace("step:18/20", "step:300/300").replace("1.98197144", f"1.98{i:02}1144")
+        (tmp_path / f"{name}.txt").write_text(text)
+        runs.append(read_run(tmp_path / f"{name}.txt"))
+    compare_runs.rcParams["text.usetex"] = True
+    figure = compare_runs.draw([compare_runs.Group("runs", runs[::-1])])
     figure.savefig(tmp_path / "a.png")
     [legend] = figure.legends
-    curves = [line for line in figure.axes[0].lines if line.get_marker() == "None"]
-    firsts = {line.get_color(): line.get_ydata()[0] for line in curves}
-    keys = zip(legend.get_texts(), legend.legend_handles, strict=True)
-    shown = [(text.get_text(), firsts[handle.get_color()]) for text, handle in keys]
-    assert shown == [(f"{name[:-4]}: 1.9820", i) for i, name in enumerate(names)]
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown == [f"{name}: 1.98{i:02}" for i, name in enumerate(names)]
+    curves, _, finals = figure.axes
+    assert curves.get_ylim()[1] < 6.9
+    assert [[*line.get_xdata()] for line in finals.lines] == [[i] for i in range(12)]
 
 
-@pytest.mark.parametrize("steps, is_whole", [(299, True), (300, False)])
-def test_the_first_steps_of_a_long_run_are_above_the_picture(tmp_path, steps, is_whole):
-    text = LOG.replace("step:18/20", f"step:{steps}/{steps}")
-    axes = draw_logs(tmp_path, {"a": text}).axes[0]
-    assert (axes.get_ylim()[1] > 6.9316) == is_whole
-    assert ("the first steps are above" in axes.get_title()) == (not is_whole)
+def test_the_picture_of_two_sides(tmp_path):
+    """The first validation is in view. The curve goes on to the last one. Lines join the pairs."""
+    paths = [path for path in write_sides(tmp_path) if path not in ("--baseline", "--candidate")]
+    runs = [*map(read_run, paths)]
+    groups = [compare_runs.Group("baseline", runs[:4]), compare_runs.Group("candidate", runs[4:])]
+    curves, bits, finals = compare_runs.draw(groups).axes
+    assert curves.get_ylim()[1] > 6.9316 and bits.get_ylim()[1] > 6.9316 / 2
+    ends = [(*line.get_xdata(), *line.get_ydata()) for line in curves.lines]
+    assert ends.count((10, 18, 5.639, 3.7829)) == 7
+    dots, others = finals.lines[:2], finals.lines[2:]
+    assert [[*line.get_ydata()] for line in dots] == [BASELINE, CANDIDATE]
+    pairs = [(*line.get_xdata(), *line.get_ydata()) for line in others]
+    assert pairs == [(0, 1, *pair) for pair in zip(BASELINE, CANDIDATE, strict=False)]
 
 
 def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
     """2 is an error. 3 means that there is nothing to draw, but the 1 of a verdict overrides it."""
     monkeypatch.chdir(tmp_path)
     sides = write_sides(tmp_path, first=9)
-    log = sides[1]
+    log, link = sides[1], tmp_path / "link.png"
+    link.symlink_to(sides[2])
     for arguments, code, words in [
         ([], 2, "there is no log in logs/"),
-        ([log, "--baseline", log], 2, "give either logs, or --baseline"),
         ([log, "--picture=a.pdf"], 2, "must end in .svg or .png"),
         ([ROOT / "README.md"], 2, "README.md is not the log of a run"),
-        ([tmp_path], 2, "' is a folder: name a file in it"),
-        ([log, "--picture=no/a.png"], 2, "no/a.png: No such file"),
+        ([log, f"--picture={log}/a.png"], 2, "a.png: File exists: name another file"),
+        ([link, log, f"--picture={link}"], 2, "link.png would overwrite an input"),
         ([log, "--alpha=5"], 2, "--alpha: '5' is not a number > 0 and < 1"),
-        ([log, "--by=nan"], 2, "--by: 'nan' is not a number"),
     ]:
         ended, out = compare(capsys, *arguments)
         assert ended == code and words in out and "Errno" not in out, arguments
@@ -314,3 +307,4 @@ def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
     for more, code in (["--picture=b.svg"], 3), (["--picture=b.svg", "--by=1"], 1), ([], 0):
         ended, out = compare(capsys, *sides, *more)
         assert ended == code and ("nothing to draw" in out) == bool(more)
+    assert not (tmp_path / "b.svg").exists()

@@ -1,9 +1,11 @@
-"""Shards, the token stream, and each rank's part of it."""
+"""Shards, the token stream, and each rank's part of it; the helpers of data/files.py."""
 
 import itertools
 import os
 import re
+from argparse import ArgumentTypeError
 
+import files
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,3 +94,43 @@ def test_a_step_is_the_same_eight_spans_for_every_world_size(
         spans.append([*x.flatten().tolist(), y.flatten()[-1].item()])
     length, total = sequences * seq_len + 1, sum(sizes)
     assert spans == [[(i * length + j) % total for j in range(length)] for i in range(8 * steps)]
+
+
+def test_a_number_on_a_command_line_is_finite_and_in_range():
+    """Limits belong to the range, unless they are excluded."""
+    whole, share = files.number(int, 1, 9), files.number(float, 0, 1, exclusive=True)
+    assert (whole("1"), whole("9"), share("1e-9"), files.number(float)("-2.5")) == (
+        1,
+        9,
+        1e-9,
+        -2.5,
+    )
+    bad = {whole: "0 10 1.5 x nan", share: "0 1 nan -1", files.number(float): "inf -inf nan"}
+    for convert, words in bad.items():
+        for word in words.split():
+            with pytest.raises(ArgumentTypeError, match=f"'{word}' is not a"):
+                convert(word)
+    with pytest.raises(ArgumentTypeError, match="^'0' is not a whole number >= 1 and <= 9$"):
+        whole("0")
+
+
+def test_a_path_on_a_command_line_may_begin_with_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert [str(files.path(text)) for text in ("~/x", "a/~")] == ["/home/me/x", "a/~"]
+
+
+@pytest.mark.parametrize("quota, cores", [("150000 100000", 2), ("max 100000", 8), ("", 8)])
+def test_a_containers_quota_limits_the_cores(tmp_path, monkeypatch, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(files, "Path", lambda name: tmp_path / os.path.basename(name))
+    assert files.cores() == cores
+
+
+def test_writers_of_one_file_do_not_share_a_temporary_file(tmp_path):
+    def parts():
+        files.write_file(tmp_path / "a", b"another")  # as another process with the same id does
+        yield b"mine"
+
+    files.write_file(tmp_path / "a", parts())
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == {tmp_path / "a": b"mine"}

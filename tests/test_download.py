@@ -160,7 +160,7 @@ def test_the_hubs_documents_give_its_shards(hub, tokenizer):
 
 
 def test_an_existing_tokenizer_is_kept(hub, capsys):
-    """A shard of another size is kept, too. A line says so, even if nothing is missing."""
+    """A shard of another size is kept, too. A line says so, but not of the hub's own files."""
     own, shard = hub.root / MODEL, hub.root / VAL[0]
     own.parent.mkdir(parents=True)
     shard.parent.mkdir(parents=True)
@@ -170,7 +170,7 @@ def test_an_existing_tokenizer_is_kept(hub, capsys):
         download(hub.root, train_shards=1)
         assert own.read_bytes() == b"a model of one's own"
         kept = re.findall("^(.*) was there and is kept", capsys.readouterr().err, re.M)
-        assert kept[:2] == [str(shard), str(own)]  # then what the first run downloaded
+        assert kept == [str(shard), str(own)]
 
 
 def test_damaged_and_missing_files_on_the_hub(hub):
@@ -180,9 +180,6 @@ def test_damaged_and_missing_files_on_the_hub(hub):
     assert not (hub.root / TRAIN[0]).exists()
     with pytest.raises(ValueError, match="--variant sp999.*sp1024, .*byte260: .*rename it"):
         download(hub.root, variant="sp999")
-    (hub.root / "manifest.json").write_text('{"datasets": [{"name": "fineweb10B_sp1024"}]}')
-    with pytest.raises(ValueError, match="manifest.json is not a manifest"):
-        download(hub.root)
 
 
 def test_an_interrupted_download_can_be_continued(hub):
@@ -209,6 +206,5 @@ def test_an_error_is_one_line(hub, tmp_path):
     (tmp_path / "huggingface_hub.py").write_text("raise ImportError('No module named x')")
     errors = errors_of(start(hub, **environ), 1)
     assert errors == "No module named x: pip install -r data/requirements.txt\n"
-    for argument in ("--train-shards=-1", "--train-shards=1.5", "x"):
-        result = run_here(tmp_path, {}, cached_challenge_fineweb, [argument])
-        assert result.returncode == 2 and "is not a whole number >= 0\n" in result.stderr
+    result = run_here(tmp_path, {}, cached_challenge_fineweb, ["--train-shards=-1"])
+    assert result.returncode == 2 and "is not a whole number >= 0\n" in result.stderr

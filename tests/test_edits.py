@@ -7,12 +7,13 @@ import subprocess
 import sys
 import textwrap
 
+import edits
 import pytest
 import runs
 import torch
 import train_record
-from edits import EDITS, NEIGHBOURS, PART_KNOBS, PARTS, README, TECHNIQUES, TOGETHER, edit_script
-from runs import ALONE, ROOT, SCRIPT, failed, finished, run_here, scores
+from edits import edit_script
+from runs import ALONE, ROOT, SCRIPT, failed, finished, run_here
 from torch import nn
 from trained import load_script
 
@@ -28,7 +29,8 @@ class DeadMLP(train_gpt.MLP):
 
 def test_a_parameter_without_a_gradient_is_named(tmp_path, knobs, monkeypatch):
     monkeypatch.setattr(train_gpt, "MLP", DeadMLP)
-    failed(run_here(tmp_path, knobs), "blocks.0.mlp.dead got no gradient")
+    result = run_here(tmp_path, {**knobs, "WARMUP_STEPS": "0"})
+    failed(result, "blocks.0.mlp.dead got no gradient")
 
 
 # ---- Optimizers ----------------------------------------------------------------------------------
@@ -73,68 +75,58 @@ def test_a_bias_trains_and_an_odd_optimizer_resumes(tmp_path, knobs, monkeypatch
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=part)
 
 
-# ---- Parts of the model --------------------------------------------------------------------------
-FEW_STEPS = {"ITERATIONS": "3", "WARMUP_STEPS": "1", "VAL_LOSS_EVERY": "0", "MAX_VAL_TOKENS": "32"}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, knobs) -> list[float]:
-    """The score of a short run with all parts."""
-    return scores(finished(run_here(tmp_path_factory.mktemp("whole"), knobs | FEW_STEPS))[-1])
-
-
-@pytest.mark.baseline
-@pytest.mark.parametrize("name", [*PARTS, *PART_KNOBS, *NEIGHBOURS])
-def test_without_a_part_the_score_differs(tmp_path, knobs, whole, name):
-    script, own = tmp_path / "edited.py", PART_KNOBS.get(name, {})
-    script.write_text(edit_script(SCRIPT.read_text(), [] if own else [name]))
-    result = run_here(tmp_path, knobs | FEW_STEPS | own, load_script(script))
-    assert scores(finished(result)[-1]) != whole
-
-
-# ---- The suite under edits -----------------------------------------------------------------------
-CASES = [TOGETHER, [*TECHNIQUES], *([name] for name in EDITS)]
+# ---- The edits of helpers/edits.py ---------------------------------------------------------------
+PLAYERS_EDITS = edits.README | edits.OTHERS | edits.RECORDS
+CASES = {
+    "README and others": [*edits.README.values(), *edits.OTHERS.values()],
+    "records": [*edits.RECORDS.values()],
+    **{name: [edit] for name, edit in PLAYERS_EDITS.items()},
+}
 
 
 @pytest.mark.baseline
-@pytest.mark.parametrize("names", CASES, ids=" ".join)
-def test_the_edits_fit_the_script(names):
+def test_the_edits_fit_the_script(tmp_path):
     """Each text to replace occurs once, and the result has no undefined names."""
-    edited = edit_script(SCRIPT.read_text(), names)
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=F821", "-"]
-    subprocess.run(command, input=edited, text=True, check=True)
+    measured = edits.PARTS | edits.NEIGHBOURS | edits.EXERCISES
+    for name, chosen in {**CASES, **{name: [edit] for name, edit in measured.items()}}.items():
+        text = edit_script(SCRIPT.read_text(), *chosen)
+        (tmp_path / f"{name}.py").write_text(text)
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=F821", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.baseline
-@pytest.mark.parametrize("page, names", [("README", README), ("tests/records/README", TECHNIQUES)])
-def test_a_page_shows_its_edits(page, names):
+@pytest.mark.parametrize(
+    "page, shown", [("README", edits.README), ("tests/records/README", edits.RECORDS)]
+)
+def test_a_page_shows_its_edits(page, shown):
     text = (ROOT / f"{page}.md").read_text()
-    for old, new in (pair for name in names for pair in EDITS[name].items()):
-        code = textwrap.dedent(new.replace(old, "")).strip("\n")
-        assert f"\n{textwrap.indent(code, '    ')}\n" in text, code
+    for edit in shown.values():
+        for old, new in edit.items():
+            code = textwrap.dedent(new.replace(old, "")).strip("\n")
+            assert f"\n{textwrap.indent(code, '    ')}\n" in text, code
 
 
 @pytest.mark.baseline
-@pytest.mark.parametrize("names", [[*TECHNIQUES], *([name] for name in TECHNIQUES)], ids=" ".join)
-def test_a_copied_technique_equals_its_knob_bit_for_bit(tmp_path, knobs, names):
+def test_copied_techniques_equal_their_knobs_bit_for_bit(tmp_path, knobs):
     knobs = {**knobs, "WARMDOWN_ITERS": "40"}  # the floor of the learning rate acts in six steps
     edited = tmp_path / "edited.py"
-    edited.write_text(edit_script(SCRIPT.read_text(), names))
-    own = {knob: value for name in names for knob, value in TECHNIQUES[name].items()}
+    edited.write_text(edit_script(SCRIPT.read_text(), *edits.RECORDS.values()))
     by_hand = finished(run_here(tmp_path / "a", knobs, load_script(edited)))
-    by_knob = finished(run_here(tmp_path / "b", {**knobs, **own}, train_record))
+    by_knob = finished(run_here(tmp_path / "b", {**knobs, **edits.RECORD_KNOBS}, train_record))
     assert runs.same_models(tmp_path / "a", tmp_path / "b")
     assert by_hand[-1] == by_knob[-1]
 
 
 @pytest.mark.baseline
 @pytest.mark.records
-@pytest.mark.parametrize("names", CASES, ids=" ".join)
-def test_tests_that_are_not_baseline_stay_green(tmp_path, names):
+@pytest.mark.parametrize("case", CASES)
+def test_tests_that_are_not_baseline_stay_green(tmp_path, case):
     """The tests run in a copy of the project, and take some minutes for each edit."""
     keep = shutil.ignore_patterns(".*", "datasets", "tokenizers", "logs", "*.pt", "*.ptz")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=keep)
-    (copy / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), names))
+    (copy / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), *CASES[case]))
     command = [sys.executable, "-m", "pytest", "tests", "-q", "-m", "not baseline and not records"]
     result = subprocess.run(command, cwd=copy, env=runs.process_environ({}), capture_output=True)
     assert result.returncode == 0, result.stdout.decode()[-3000:]

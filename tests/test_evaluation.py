@@ -63,16 +63,14 @@ def test_a_space_inside_a_piece_is_one_byte():
     assert train_gpt.count_bytes(sp, np.array(ids)) == len(sp.decode(ids).encode())
 
 
-# The piece of a lone space gets another name, as if the tokenizer had been trained without it.
-WITHOUT_SPACE = b"\n\3\xe2\x96\x81\x15", b"\n\3\xe9\xbf\xbf\x15"
-
-
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_a_lone_space_without_a_piece_is_one_byte(model_type):
     """Its three byte tokens count like a leading space: 0 at the start of a document, else 1."""
     settings = {"model_type": model_type, "normalization_rule_name": "identity"}
     model = train_tokenizer(**settings, remove_extra_whitespaces=False)
-    sp = SentencePieceProcessor(model_proto=model.replace(*WITHOUT_SPACE))
+    # The piece of a lone space gets another name, as if the tokenizer had been trained without it.
+    model = model.replace(b"\n\3\xe2\x96\x81\x15", b"\n\3\xe9\xbf\xbf\x15")
+    sp = SentencePieceProcessor(model_proto=model)
     space = [sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
     texts = [*TEXTS, "a  b", " \u00e2 \u2580", "a   "]
     assert sp.encode(" 1  ")[-3:] == space
@@ -85,13 +83,6 @@ def test_a_lone_space_without_a_piece_is_one_byte(model_type):
     for tokens in ([letter, *space[:2]], [*space], [letter, *space[::-1]]):  # no whole space
         assert train_gpt.count_bytes(sp, np.array(tokens)) == len(tokens) - 1
     assert is_right(sp, encode(sp, texts))
-
-
-def test_without_byte_pieces_unknown_spaces_have_no_bytes():
-    model = train_tokenizer(byte_fallback=False)
-    sp = SentencePieceProcessor(model_proto=model.replace(*WITHOUT_SPACE))
-    letter, unk = sp.piece_to_id("a"), sp.unk_id()
-    assert train_gpt.count_bytes(sp, np.array([letter, unk, unk, unk, letter])) == 1
 
 
 @pytest.fixture
@@ -112,43 +103,23 @@ def test_a_tokenizer_of_another_size_is_an_error_that_names_its_path_first(small
         Validation(replace(small, vocab_size=1024))
 
 
-@pytest.mark.parametrize("texts", [TEXTS[:5], [max(TEXTS, key=len)]])
+@pytest.mark.parametrize("texts", [TEXTS, [max(TEXTS, key=len)]])
 @pytest.mark.parametrize("settings", [{}, {"model_type": "unigram", "add_dummy_prefix": True}])
 def test_another_tokenizer_of_the_same_size_is_noticed(settings, texts):
     """The right tokenizer is accepted, whatever its kind, even if the only document was cut."""
     right = train_sp(**settings)
     other = train_sp(**settings, sentence_iterator=iter(TEXTS[0].splitlines()))
     documents = encode(right, texts)
+    with_eos = [[*document, right.eos_id()] for document in documents]  # as other tools write them
     documents[-1] = documents[-1][:1500]
-    assert is_right(right, documents)
+    assert is_right(right, documents) and is_right(right, with_eos)
     assert not is_right(other, documents)
+    assert not is_right(right, [document[1:] for document in documents])  # without BOS
 
 
-@pytest.mark.parametrize("count", [1, 3, 99, 100, 101, 300])
-def test_the_right_tokenizer_is_right_wherever_the_split_ends(sp, count):
-    """A document may be long, end with EOS, or end within a character."""
-    texts = [TEXTS[i % len(TEXTS)][: 50 if count > 3 else None] for i in range(count)]
-    documents = encode(sp, texts)
-    assert is_right(sp, documents)
-    assert is_right(sp, [[*document, sp.eos_id()] for document in documents])
-    documents[-1] = [sp.bos_id(), *sp.encode("an old word"), sp.piece_to_id("<0xE2>")]
-    assert is_right(sp, documents)
-
-
-def test_documents_with_unknown_characters_say_nothing():
-    """Such documents cannot be decoded. If there are no others, any tokenizer is accepted."""
+def test_documents_with_unknown_characters_do_not_count():
     sp = train_sp(byte_fallback=False)
-    documents = encode(sp, [f"a word \u4e00 {i}" for i in range(20)])
-    assert all(sp.unk_id() in document for document in documents)
-    assert is_right(sp, documents)
-    known = encode(sp, ["the same"])
-    swapped = [[document[0], *document[:0:-1]] for document in known]
-    assert is_right(sp, [*documents, *known, documents[0]])
-    assert not is_right(sp, [*documents, *swapped, documents[0]])
-
-
-def test_without_bos_no_tokenizer_is_known_to_be_right(sp):
-    assert not is_right(sp, [sp.encode(text) for text in TEXTS])
+    assert is_right(sp, encode(sp, ["an old word", *20 * ["a word \u4e00"]]))
 
 
 def test_the_split_is_cut_to_whole_sequences(small, sp):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import train_record
-from edits import edit_script
+from edits import EXERCISES, edit_script
 from runs import ALONE, ROOT, SCRIPT, process_environ, run_ranks
 from scripts import RECORDS
 
@@ -36,7 +36,7 @@ def read_code(number: int) -> list[str]:
 def test_the_page_shows_its_edits(number):
     """The lines that an edit changes are those of the page; exercise 6 has its code elsewhere."""
     old = SCRIPT.read_text(encoding="utf-8").splitlines()
-    edited = edit_script(SCRIPT.read_text(encoding="utf-8"), [number]).splitlines()
+    edited = edit_script(SCRIPT.read_text(encoding="utf-8"), EXERCISES[number]).splitlines()
     changed = {line.split("  #")[0].strip() for line in edited if line not in old}
     assert changed == {line for line in read_code(number) if not re.match(COMMAND, line)}
 
@@ -64,7 +64,7 @@ def test_the_commands_run(tmp_path, knobs, number):
         if not re.match(COMMAND, line) or (number == 6 and not is_edited):
             if not is_edited:
                 script = copy / "train_gpt.py"
-                script.write_text(edit_script(script.read_text(encoding="utf-8"), [number]))
+                script.write_text(edit_script(script.read_text(), EXERCISES[number]))
             is_edited = True
         if re.match(COMMAND, line):
             result = run(line)

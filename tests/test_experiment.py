@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import compare_runs
 import experiment
+import pack
 import pytest
 from runs import ROOT, SCRIPT, launch_command, process_environ, run_here, start_in_terminal
 
@@ -63,21 +66,29 @@ def ledger(out: Path) -> list[dict[str, str]]:
 
 @pytest.mark.baseline
 def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
-    tmp_path, run, out, monkeypatch
+    tmp_path, run, out, monkeypatch, capsys
 ):
     """The script is named by a link. A hook of git sets GIT_DIR, here to a folder without commits.
-    The pairs are drawn."""
+    A filter, set by other variables of git, changes what it stores. compare_runs.py draws the
+    pairs and, by the command that is printed, says the same."""
     script, line = tmp_path / "train_gpt.py", "tied_embed_lr: float = 0.05"
-    script.write_text(SCRIPT.read_text().replace(line, f"{line[:-1]}05"))
+    old = SCRIPT.read_text().replace(line, f"{line[:-1]}05")
+    script.write_text(old)
     (tmp_path / "current.py").symlink_to(script)
+    (tmp_path / ".gitattributes").write_text("*.py filter=up")
+    environ = {"GIT_CONFIG_COUNT": "2"}
+    for i, filters in enumerate([("clean", "tr a-z b-za"), ("smudge", "tr b-za a-z")]):
+        environ[f"GIT_CONFIG_KEY_{i}"] = f"filter.up.{filters[0]}"
+        environ[f"GIT_CONFIG_VALUE_{i}"] = filters[1]
     for words in ("init", "add .", "-c user.name=a -c user.email=a@b commit -m one"):
         command = ["git", *words.split()]
-        subprocess.run(command, cwd=tmp_path, env=process_environ({}), check=True)
+        subprocess.run(command, cwd=tmp_path, env=process_environ(environ), check=True)
     script.write_text(SCRIPT.read_text())
     monkeypatch.setattr(experiment, "SCRIPT", tmp_path / "current.py")
     picture = tmp_path / "new" / "pairs.png"
-    code, output, errors = run("--picture", str(picture), GIT_DIR=str(tmp_path))
+    code, output, errors = run("--picture", str(picture), GIT_DIR=str(tmp_path), **environ)
     last, row = last_line(output), ledger(out)[-1]
+    assert (out / "baseline.py").read_text() == old
     gains = [loss(out, row, "baseline", n) - loss(out, row, "candidate", n) for n in (1, 2, 3)]
     assert float(last["gain"]) == pytest.approx(sum(gains) / 3, abs=1e-5)
     assert 0 < float(last["low"]) < float(last["gain"]) < float(last["high"])
@@ -87,10 +98,21 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
     assert re.search(r"^time of a step: \d\.\d+ times", output, re.M) and errors == ""
     command = r".* NUM_LAYERS=3 .* python \S*experiment.py --out .* --seeds 4 5 6 7$"
     assert re.search(rf"fresh seeds\n    {command}", output, re.M)
-    again = run("--seeds", "1", "2", "3")[1]
+    again = run("--seeds", "1", "2", "3", **environ)[1]
     assert again.count(" --seeds ") == 1 and "--seeds 4 5 6 7\n" in again
-    assert "luck helped" not in run("--seeds", "2", "3", "1")[1]  # a row of its own
-    assert picture.is_file()
+    [command] = re.findall(r"^    python \S*compare_runs.py (.*)--picture pairs.png$", again, re.M)
+    with pytest.raises(SystemExit, match="0"):
+        compare_runs.main(command.split())
+    gain, rule = re.search(r"gain: (.*)\nrule: (evidence of pairs, level 0.05):", again).groups()
+    compared = capsys.readouterr().out
+    assert f"rule: {rule}, as both" in compared and f"seed: {gain}\n" in compared
+    (tmp_path / "matplotlib.py").write_text("import no_such_module")
+    words, environ["PYTHONPATH"] = ["--seeds", "2", "3", "1"], str(tmp_path)
+    code, output, errors = run(*words, "--picture", str(picture), **environ)
+    assert "luck helped" not in output  # a row of its own
+    assert "WARNING: no picture: ModuleNotFoundError: No module named 'no_such" in output
+    assert (code, errors, last_line(output)["verdict"]) == (0, "", "better")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.baseline
@@ -110,7 +132,6 @@ def test_a_change_is_tried_once_and_as_a_baseline_gets_fresh_seeds(tmp_path, run
     assert float(row["gain"]) == pytest.approx(gain, abs=1e-5)
     again = run(*command, "1")[1]
     assert "started" in output and "started" not in again and len(ledger(out)) == 1
-    assert re.search(r"^    python \S*compare_runs.py --baseline \S+/logs/seed-1.txt ", again, re.M)
     on_top = [*command[:4], "--set", "SCALAR_LR=0.1", "--until-sure", "1"]
     output = run(*on_top, GAIN_POWER="0.5")[1]
     top = ledger(out)[-1]
@@ -122,19 +143,10 @@ def test_a_change_is_tried_once_and_as_a_baseline_gets_fresh_seeds(tmp_path, run
     again = run(*on_top, GAIN_POWER="0.5")[1]
     assert "started" not in again and ledger(out)[-1]["first_seed"] == "2"
     code, _, errors = run(*command[:4])
-    assert code == 2 and "the last commit has no mine.py: name a baseline" in errors
+    assert code == 2 and "no committed mine.py" in errors and "fatal: not a git rep" in errors
     log = out / row["candidate"] / "1/logs/seed-1.txt"
     assert run(*folder, "--base", str(log), "--minutes", "0")[0] == 1
     assert (out / "baseline.py").read_bytes() == script.read_bytes()
-
-
-def test_after_its_minutes_an_experiment_ends_with_the_verdict_so_far(tmp_path, run):
-    """These runs would take hours. There is no pair yet, so the ledger stays empty."""
-    arguments = ["--set", "MATRIX_LR=0.2", "--out", str(tmp_path), "--minutes", "0.05"]
-    code, output, errors = run(*arguments, ITERATIONS="10000000")
-    assert "baseline, seed 1: stopping" in output and "the same command continues" in output
-    last = last_line(output)
-    assert (code, last["verdict"], errors, ledger(tmp_path)) == (1, "not_yet", "", [])
 
 
 def test_a_failed_run_ends_the_experiment_with_its_last_lines(tmp_path, run, out):
@@ -167,7 +179,9 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
     assert process.wait() == 130 and b"the same command continues" in seen
     assert rb"\u8fd0\u884c" in seen
     assert list(out.glob("*/1/checkpoints/seed-1.pt"))
-    assert "baseline, seed 1: resumed from its checkpoint" in run(*arguments, **environ)[1]
+    output = run(*arguments, **environ)[1]
+    assert "baseline, seed 1: resumed from its checkpoint" in output
+    assert "WARNING: the sides differ in ITERATIONS: 400 and 6\n" in output
     logs = "\n".join(path.read_text() for path in out.glob("*/1/output.txt"))
     assert re.search(r"^resume:\S+ step:\d+ changed:nothing", logs, re.M)
 
@@ -187,19 +201,12 @@ def test_a_second_start_in_the_same_folder_is_refused(tmp_path, run):
         (["--set", "MATRX_LR=0.1"], "did you mean MATRIX_LR?"),
         (["--set", "XSA_LAYERS=2"], "it is a knob of tests/records/train_record.py: add --script"),
         (["--set", "SEED=5"], "use --seeds"),
+        (["--set", "MATRIX_LR", "0.1"], "--set MATRIX_LR: write KNOB=VALUE"),
         (["--base", str(ROOT / "README.md")], "has no script"),
         (["--base", str(ROOT / "data/caseops.py")], "is not a train_gpt.py"),
-        (["--base", str(SCRIPT)], "nothing to compare"),
-        (["--base", "nix.py"], "argument --base: 'nix.py' is not a file"),
-        (["--set", "MATRIX_LR", "0.1"], "--set MATRIX_LR: write KNOB=VALUE"),
-        (["--picture", "loss.jpg"], "must end in .svg or .png"),
-        (["--alpha", "5"], "argument --alpha: '5' is not a number > 0 and < 1"),
-        (["--alpha", "0"], "'0' is not a number > 0 and < 1"),
-        (["--by", "nan"], "argument --by: 'nan' is not a number"),
-        (["--until-sure", "0"], "'0' is not a whole number >= 1"),
-        (["--jobs", "-1"], "'-1' is not a whole number >= 1"),
-        (["--minutes", "-1"], "'-1' is not a number >= 0"),
-        (["--minutes", "inf"], "'inf' is not a number >= 0"),
+        (["--base", str(SCRIPT)], "git show HEAD~1:"),
+        (["--jobs", "-1"], "argument --jobs: '-1' is not a whole number >= 1"),
+        (["--picture", f"{SCRIPT}/a.png"], "a.png: File exists: name another file"),
     ],
 )
 def test_user_errors_are_one_line_before_any_run(run, arguments, words):
@@ -207,41 +214,72 @@ def test_user_errors_are_one_line_before_any_run(run, arguments, words):
     assert (code, output, errors.count("\n")) == (2, "", 1) and words in errors
 
 
-def test_a_module_next_to_the_script_is_refused_as_its_edits_would_not_count(tmp_path, run):
-    (tmp_path / "parts.py").write_text("")
-    script = tmp_path / "mine.py"
-    script.write_text(f"{SCRIPT.read_text()}\ndef late():\n    from parts.a import b\n")
+@pytest.mark.parametrize(
+    "place, line, words",
+    [
+        ("parts.py", "def late():\n    from parts.a import b", "a module next to it"),
+        ("parts/own.py", "def late():\n    import parts.own", "imports parts, a module next to it"),
+        ("src/own.py", "sys.path.insert(0, {folder!r})\n__import__('own')", "loads own from"),
+        ("torch/own.py", "def", ": fix it"),  # its folder has the name of a package
+    ],
+)
+def test_a_module_that_is_not_installed_is_refused(tmp_path, run, place, line, words):
+    """Its edits would not count as a change."""
+    path, script = tmp_path / place, tmp_path / "mine.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    script.write_text(f"{SCRIPT.read_text()}\n{line.format(folder=str(path.parent))}\n")
     code, _, errors = run("--script", str(script), "--set", "MATRIX_LR=0.2")
-    assert (code, errors.count("\n")) == (2, 1) and "imports parts, a module next to it" in errors
-    script.write_text("def")
-    errors = run("--script", str(script), "--set", "MATRIX_LR=0.2")[2]
-    assert "(mine.py, line 1): name a train_gpt.py without errors" in errors
+    assert (code, errors.count("\n")) == (2, 1) and words in errors
 
 
-def test_a_variable_that_an_edit_reads_belongs_to_the_name_of_its_runs(tmp_path):
-    script = tmp_path / "mine.py"
+def test_quick_keeps_a_presets_warmdown_and_variables_of_an_edit_belong_to_its_runs(tmp_path):
+    """Also if the script is packed."""
+    script, packed = tmp_path / "mine.py", tmp_path / "packed.py"
     script.write_text(f"{SCRIPT.read_text()}\nSCALE = __import__('os').getenv('my_scale')\n")
-    args, facts = experiment.Namespace(quick=False, out=tmp_path, launch=""), []
-    for value in "112":
-        args.environ = {"my_scale": value, "other": str(len(facts))}
-        facts.append(experiment.load_side("candidate", script, {}, args).facts)
-    assert facts[0] == facts[1] != facts[2]
-
-
-def test_quick_keeps_the_warmdown_of_a_preset(tmp_path):
+    packed.write_text(pack.pack(script))
     args = experiment.Namespace(quick=True, out=tmp_path, launch="")
+    for path in (script, packed):
+        facts = []
+        for value in "112":
+            args.environ = {"my_scale": value, "other": str(len(facts))}
+            facts.append(experiment.load_side("candidate", path, {}, args).facts)
+        assert facts[0] == facts[1] != facts[2]
     for args.environ, frac in (({"PRESET": "demo"}, 0.8), ({}, 0.3)):
         hp = experiment.load_side("baseline", SCRIPT, {}, args).hp
         assert (hp.iterations, hp.warmdown_frac) == (150, frac)
 
 
-def test_runs_at_a_time_are_those_of_the_cores_that_this_process_may_use():
-    """With one core there is nothing to tell apart."""
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)})
-    cores = experiment.files.cores()
-    os.sched_setaffinity(0, allowed)
-    assert cores == 1
+def test_other_texts_are_not_compared_and_other_data_get_other_folders(tmp_path, dataset, run):
+    """There is no time for a pair, so the ledger stays empty."""
+    out = tmp_path / "out"
+    words = ["--minutes", "0", "--out", str(out), "--set"]
+    for split in ("val", "train"):
+        shard = shutil.copytree(dataset, tmp_path / split) / f"fineweb_{split}_000000.bin"
+        content = shard.read_bytes()
+        shard.write_bytes(content[:-2] + b"\1\0")
+    for setting, problem in [
+        ("EVAL_STRIDE=16", "scores with different EVAL_STRIDE cannot be compared"),
+        ("MAX_VAL_TOKENS=640", "different MAX_VAL_TOKENS"),
+        (f"DATA_PATH={tmp_path}/val", "different validation shards"),
+    ]:
+        code, _, errors = run(*words, setting)
+        assert code == 2 and problem in errors
+    for setting in (f"DATA_PATH={tmp_path}/train", "TRAIN_SEQ_LEN=64"):
+        code, output, errors = run(*words, setting)
+        assert "the same command continues" in output
+        verdict = last_line(output)["verdict"]
+        assert (code, verdict, errors, ledger(out)) == (1, "not_yet", "", [])
+    folders, sums = [], []
+    for data in (content, content[:-2] + b"\1\0", content):
+        shard.write_bytes(data)
+        output = run(*words, "MATRIX_LR=0.1", DATA_PATH=f"{tmp_path}/train")[1]
+        folders.append(re.findall(r"^(?:baseline|candidate): (\S+)", output, re.M))
+    assert folders[0] == folders[2] and not {*folders[0]} & {*folders[1]}
+    for half in (b"0", b"1"):  # of a file that is too large to be read as a whole
+        shard.write_bytes(3 * 2**20 * b"0" + 3 * 2**20 * half)
+        sums.append(experiment.checksum(shard))
+    assert sums[0] != sums[1]
 
 
 def finished_pairs(
@@ -279,6 +317,20 @@ def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path
         finished_pairs(tmp_path / "c", (3.0, 3.0)).is_over()
     with pytest.raises(ValueError, match="old: seeds 1 and 2 end with the same loss"):
         finished_pairs(tmp_path / "d", (3.0, 2.8), (3.0, 2.9)).is_over()
+    for new, words in ((980, "does nothing"), (700, "different texts, of 2,020 to 2,885 bytes")):
+        found = finished_pairs(tmp_path / f"{new}", (3.0, 2.8), (3.0, 3.0))
+        for run, tokens in zip(found.pairs[0], (1000, new), strict=True):
+            log = run.folder / "logs" / "a.txt"
+            log.parent.mkdir()
+            log.write_text(
+                f"{log}\nval_loader:x tokens:{tokens}\ntrain_batch_tokens:8 train_seq_len:16 "
+                "iterations:1 max_wallclock_seconds:0\nx val_loss:3.00000000 val_bpb:1.50000000\n"
+            )
+        with pytest.raises(ValueError, match=words):
+            found.is_over()
+    (run.folder / "final_result.json").write_text("{")
+    with pytest.raises(ValueError, match="new/1/final_result.json is damaged .*: delete it"):
+        run.result()
 
 
 def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys):
@@ -303,14 +355,7 @@ def test_training_ends_with_a_mean_below_zero_but_not_with_seeds(tmp_path):
 def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_path, capsys):
     """The first command has the pairs 1 to 3, then they come in another order, with a pair less;
     then come the others. Margins have rows of their own."""
-    results = [
-        (3.0, 2.83),
-        (3.01, 2.8301),
-        (3.03, 2.8303),
-        (3.02, 2.8302),
-        (2.99, 2.8),
-        (3.04, 2.81),
-    ]
+    results = [(3 + i / 100, 2.83 + i**2 / 1000) for i in range(6)]
     found = finished_pairs(tmp_path, *results)
     for by, order, expected in (
         (0.0, [1, 2, 3], [1, 2, 3]),
@@ -343,15 +388,11 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
     assert out.endswith("    python x.py --seeds 7 8 9 10\n")
 
 
-OLD_LEDGER = (
-    "change\tbaseline\tcandidate\tfirst_seed\tevidence\tverdict\tunit\tpairs\n"
-    "A=1\ta\tb\t7\t120\tbetter\tnats\t3\n"
-)
-
-
 def test_fields_never_break_the_ledger_and_damage_is_named(tmp_path):
     path = tmp_path / "ledger.tsv"
-    path.write_text(OLD_LEDGER)
+    names = "change baseline candidate first_seed evidence verdict unit pairs"
+    head, line = ("\t".join(words.split()) for words in (names, "A=1 a b 7 120 better nats 3"))
+    path.write_text(f"{head}\n{line}\n")
     (row,) = ledger(tmp_path)
     assert (row["by"], row["seeds"]) == ("0.005", "7 8 9")
     assert experiment.ledger.fresh_seeds(3, [7, 1, 3, 3]) == [2, 4, 5]
@@ -362,7 +403,7 @@ def test_fields_never_break_the_ledger_and_damage_is_named(tmp_path):
     assert old == {**row, "evidence": "4"} and new["change"] == "a b c d e f \\udcff"
     path.write_bytes("\ufeff".encode() + path.read_bytes().replace(b"\n", b"\r\n") + b"\n")
     assert ledger(tmp_path) == [old, new]
-    for damage in ("\t\t3\n", "x" * 5 + "\n", OLD_LEDGER.split("\n")[1].replace("120", "nan")):
-        path.write_text(OLD_LEDGER + damage)
+    for damage in ("\t\t3", "xxxxx", line.replace("120", "nan")):
+        path.write_text(f"{head}\n{line}\n{damage}\n")
         with pytest.raises(ValueError, match="ledger.tsv, line 3 is damaged: correct"):
             ledger(tmp_path)

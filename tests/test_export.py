@@ -1,7 +1,11 @@
 """Quantization, the artifact and the files."""
 
+import errno
+import itertools
 import os
+import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,75 +167,126 @@ def test_a_file_gets_its_name_when_its_bytes_are_on_the_disk(tmp_path, monkeypat
     def fsync(number: int) -> None:
         flushed.extend((part.name == path.name, part.read_bytes()) for part in tmp_path.iterdir())
 
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr(os, "fsync", fsync)
     assert train_gpt.write_file(path, b"new", log)
     assert flushed == [(False, b"new")] and path.read_bytes() == b"new"
-    Path(f"{path}.{os.getpid()}.part").symlink_to("/dev/full")  # writes to it find the disk full
+    monkeypatch.setattr(os, "fsync", full)
     assert not train_gpt.write_file(path, b"newer", log)
     assert log.text == f"WARNING: {path} cannot be written: No space left on device\n"
     assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"new"
 
 
 def final_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("final_*")}
+    names = (MODEL, ARTIFACT, RESULT)
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
-def test_the_result_of_an_older_run_moves_to_previous(tmp_path, knobs):
-    """Its knobs move, too. Only one run is kept: no file of an even older run fills a gap."""
-    environ = {**knobs, "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0"}
-    for steps in range(3):
-        if steps == 2:
-            (tmp_path / MODEL).unlink()
-        older = final_files(tmp_path)
-        finished(run_here(tmp_path, {**environ, "ITERATIONS": str(steps)}))
-        assert final_files(tmp_path / "previous") == older
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory, knobs):
+    """The folder of a finished run, and knobs of runs that write into it. None has a RUN_ID."""
+    folder = tmp_path_factory.mktemp("scored")
+    environ = {**knobs, "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0", "ITERATIONS": "0"}
+    del environ["RUN_ID"]
+    finished(run_here(folder, {**environ, "SEED": "2"}))
+    return folder, environ
 
 
-def test_an_older_score_does_not_survive_a_crash_in_training_but_one_before(
-    tmp_path, knobs, monkeypatch
-):
-    """For example, the warm-up, which takes a step, may run out of memory. Files that a crashed or
-    interrupted run has moved to previous/ stay there when it is repeated."""
-    environ = {**knobs, "WARMUP_STEPS": "1", "VAL_LOSS_EVERY": "0", "ITERATIONS": "1"}
-    finished(run_here(tmp_path, environ))
-    files = final_files(tmp_path)
-    for function, place in (("warm_up", "."), ("train", "previous")):
+def test_the_result_of_an_older_run_moves_to_previous(tmp_path, scored):
+    """Its knobs move, too. Only one run is kept: no file of an even older run fills a gap. The
+    baseline's models have no result."""
+    source, environ = scored
+    folder = shutil.copytree(source, tmp_path / "run")
+    for missing in (None, MODEL, RESULT):
+        if missing:
+            (folder / missing).unlink()
+        older = final_files(folder)
+        if missing == RESULT:
+            (folder / "previous" / RESULT).unlink()  # else that score would stay
+        finished(run_here(folder, environ))
+        assert final_files(folder / "previous") == older
+
+
+def test_runs_that_are_killed_at_their_end_lose_no_older_score(tmp_path, scored, monkeypatch):
+    """Two runs are killed before the same change of a file, so at any stage of the export and the
+    scoring. Then one finishes."""
+    source, environ = scored
+    older = final_files(source)
+
+    def is_killed(folder: Path, number: int) -> bool:
+        calls = []
+
+        def kill_before(change: Callable) -> Callable:
+            def killed(*paths):
+                calls.append(paths)
+                if len(calls) == number:
+                    raise SystemExit(9)
+                change(*paths)
+
+            return killed
+
         with monkeypatch.context() as patches:
-            patches.setattr(train_gpt, function, None)  # the call crashes
-            assert run_here(tmp_path, environ).returncode == 1
-        assert final_files(tmp_path / place) == files
-    assert final_files(tmp_path) == {}
-    finished(run_here(tmp_path, environ))
-    assert final_files(tmp_path / "previous") == files
+            for name in ("rename", "replace", "unlink"):
+                patches.setattr(os, name, kill_before(getattr(os, name)))
+            return run_here(folder, environ).returncode == 9
+
+    for number in itertools.count(1):
+        folder = shutil.copytree(source, tmp_path / str(number))
+        if not is_killed(folder, number):
+            break
+        is_killed_again = is_killed(folder, number)
+        kept = [final_files(folder), final_files(folder / "previous")]
+        assert all(data in (files.get(name) for files in kept) for name, data in older.items())
+        if is_killed_again:  # not if it has no files to move, and so fewer changes to make
+            finished(run_here(folder, environ))
+            assert final_files(folder / "previous") == older
+    assert number > 8  # three files move, five are written
 
 
-@pytest.mark.parametrize("late, lost", [(MODEL, {ARTIFACT, RESULT}), (RESULT, set())])
-def test_the_files_of_a_run_that_ends_first_in_the_same_folder_are_not_lost(
-    tmp_path, knobs, monkeypatch, late, lost
+@pytest.mark.parametrize("function, place", [("warm_up", "."), ("train", "previous")])
+def test_an_older_score_does_not_survive_a_crash_in_training(
+    tmp_path, scored, monkeypatch, function, place
 ):
-    """The other run writes a model, which replaces an older set, or the score of a moved model."""
-    old = dict.fromkeys((MODEL, ARTIFACT, RESULT), b"older")
-    for name in old:
-        (tmp_path / name).write_bytes(b"older")
+    """For example, the warm-up, which takes a step, may run out of memory: then it survives."""
+    source, environ = scored
+    folder = shutil.copytree(source, tmp_path / "run")
+    monkeypatch.setattr(train_gpt, function, None)  # the call crashes
+    assert run_here(folder, environ).returncode == 1
+    assert final_files(folder / place) == final_files(source)
 
-    def train_step(state, train_step=train_gpt.train_step):
-        (tmp_path / late).write_bytes(b"another run's")
-        return train_step(state)
 
-    monkeypatch.setattr(train_gpt, "train_step", train_step)
-    finished(run_here(tmp_path, {**knobs, "WARMUP_STEPS": "0", "ITERATIONS": "1"}))
-    kept = {name: text for name, text in old.items() if name not in lost}
-    assert final_files(tmp_path / "previous") == {**kept, late: b"another run's"}
+def test_the_files_of_a_run_that_ends_first_in_the_same_folder_are_not_lost(
+    tmp_path, scored, monkeypatch
+):
+    """The other run ends while this one trains."""
+    source, environ = scored
+
+    def train(state, validation, train=train_gpt.train):
+        shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+        return train(state, validation)
+
+    monkeypatch.setattr(train_gpt, "train", train)
+    finished(run_here(tmp_path, environ))
+    assert final_files(tmp_path / "previous") == final_files(source)
     assert len(final_files(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("name", [MODEL, ARTIFACT, RESULT])
-def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, knobs, name):
+def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, scored, monkeypatch, name):
     """The run fails at its end. The file of an older run stays, and is not listed as written."""
-    for older in ("previous", name):  # so the older file cannot move
-        (tmp_path / older).write_bytes(b"older")
-    (tmp_path / f"{name}.{os.getpid()}.part").mkdir()
-    result = run_here(tmp_path, {**knobs, "ITERATIONS": "1", "VAL_LOSS_EVERY": "0"})
+    source, environ = scored
+    folder = shutil.copytree(source, tmp_path / "run")
+    (folder / "previous").write_bytes(b"")  # so the older files cannot move
+
+    def replace(part: Path, path: Path, replace=os.replace) -> None:
+        if path.name == name:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", replace)
+    result = run_here(folder, {**environ, "ITERATIONS": "1"})
     assert (result.returncode, result.stderr) == (1, "")
     lines = result.stdout.splitlines()
     assert f"WARNING: {name} cannot be written: Is a directory" in lines
@@ -240,4 +295,4 @@ def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, knobs, nam
     others = [other for other in (MODEL, ARTIFACT, RESULT) if other != name]
     assert lines[-3] == f"files: {' '.join(others)}"
     assert lines[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:")
-    assert (tmp_path / name).read_bytes() == b"older"
+    assert final_files(folder)[name] == final_files(source)[name]

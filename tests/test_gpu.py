@@ -19,6 +19,7 @@ from train_gpt import GPT, Hyperparameters, Runtime
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("DEVICE") == "cpu", reason="DEVICE=cpu"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
 ]
 GPU = torch.device("cuda", 0)

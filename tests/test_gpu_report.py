@@ -1,4 +1,4 @@
-"""gpu_report.py: each part gets a row, even if it fails."""
+"""gpu_report.py: a row for each part, even if it fails."""
 
 import re
 import runpy
@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import bench_step
 import gpu_report
 import pytest
-import torch
-from runs import run_here
+from runs import SCRIPT, run_here
 
 import train_gpt
+
+PROGRAM = SimpleNamespace(main=lambda: sys.exit(gpu_report.main()))
 
 
 def read_report(folder: Path) -> dict[str, str]:
@@ -21,67 +22,84 @@ def read_report(folder: Path) -> dict[str, str]:
     return dict(re.findall(r"^\| (.+) \| (.+) \| \d+ \|$", report, re.M))
 
 
-def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch, capsys):
-    """A line before each part says that it begins."""
+def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
     program = "import os; print('not shown'); print(os.environ['SEED']); print(2)"
     parts = [
         ("fails", 60, ["-c", "print('begun'); raise ValueError('broken')"], "", 1),
         ("hangs", 0, ["-c", "import time; time.sleep(60)"], "", 1),
         ("works", 60, ["-c", program], "SEED=7", 2),
     ]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--tiny"])
     monkeypatch.setattr(gpu_report, "PARTS", parts)
-    assert gpu_report.main() == 1
-    assert read_report(tmp_path) == {
-        "fails": "FAILED: ValueError: broken",
-        "hangs": "FAILED: it took too long",
-        "works": "7<br>2",
-    }
-    begun = re.findall(r"^(\w+): at most \d+ s\n\1: ", capsys.readouterr().out, re.M)
-    assert begun == ["fails", "hangs", "works"]
-
-
-def test_no_gpu_and_no_timed_step_are_errors_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_report, "DEVICE", torch.device("cpu"))
-    result = run_here(tmp_path, {}, gpu_report)
-    assert result.returncode == 2 and "no GPU here: --tiny" in result.stderr
-    result = run_here(tmp_path, {}, bench_step, ["--rounds=0"])
-    assert result.returncode == 2 and "'0' is not a whole number >= 1" in result.stderr
+    knobs = {"DEVICE": "cpu", "ITERATIONS": "30"}
+    result = run_here(tmp_path, knobs, PROGRAM)
+    assert result.returncode == 2 and "no GPU here, or DEVICE=cpu: --tiny" in result.stderr
     assert not [*tmp_path.iterdir()]
+    assert run_here(tmp_path, knobs, PROGRAM, ["--tiny"]).returncode == 1
+    how, *rows = read_report(tmp_path).values()
+    assert "--reference FILE" in how
+    assert rows == ["FAILED: ValueError: broken", "FAILED: it took too long", "7<br>2"]
+    assert "knobs: DEVICE=cpu ITERATIONS=30\n" in (tmp_path / "gpu_report.md").read_text()
 
 
 @pytest.mark.baseline
 def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
-    """Parts that use torch run in this process, since a new process takes seconds to start."""
+    """Parts that use torch run in this process, since a new process takes seconds to start. Ours
+    takes the place of the challenge's script, so nothing differs."""
 
     def run(command: list[str | Path], env: dict[str, str], **options) -> object:
-        _, program, *arguments = command
+        _, program, *arguments = map(str, command)
         if program == "-m":
             return subprocess.run(command, env=env, **options)
-        part = SimpleNamespace(main=lambda: runpy.run_path(str(program), run_name="__main__"))
+        part = SimpleNamespace(main=lambda: runpy.run_path(program, run_name="__main__"))
         result = run_here(tmp_path, {**knobs, **env}, part, arguments)
         result.check_returncode()
         return result
 
     monkeypatch.setattr(train_gpt, "attention_backends", train_gpt.attention_backends)
     monkeypatch.setattr(gpu_report, "run", run)
-    monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--tiny"])
-    for name, value in {**knobs, "MAX_VAL_TOKENS": "64", "BATCH_SLOTS": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    assert gpu_report.main() == 0, read_report(tmp_path)
+    parts = [gpu_report.PARTS[-1], *gpu_report.REFERENCE_PARTS]  # the tests, too
+    monkeypatch.setattr(gpu_report, "REFERENCE_PARTS", parts)
+    folder = tmp_path / "with a space"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    environ = {**knobs, "MAX_VAL_TOKENS": "64", "BATCH_SLOTS": "1"}
+    result = run_here(tmp_path, environ, PROGRAM, ["--tiny", f"--reference={SCRIPT}"])
+    assert result.returncode == 0, result.stdout
     rows = read_report(tmp_path).values()
-    product, copied, first, second, third, export, *demos, losses, tests = rows
-    assert re.fullmatch(r"[\d.]+ TFLOP/s, 128 x 128 in bf16", product)
+    product, copied, first, *steps, export, one, two, here, seed, tests, ours, theirs, both = rows
+    assert re.fullmatch(r"[\d.]+ TFLOP/s, in torch.float32", product)
     assert re.fullmatch(r"[\d.]+ TB/s read and written, 16 MiB", copied)
-    assert len(re.findall(r"\d ms +\d+ x `[^`]+`<br>", first)) == 10
-    for times in (first, second, third):
-        assert re.search(r"^cpu .*<br>trainer .*<br>model .* TFLOP/s, .*<br>ratio .*\dx$", times)
+    assert re.search(r"<br>plain .*<br>ratio .*\dx$", first)
+    slots = [re.match(r"cpu torch.float32 slots:(\d) .*TFLOP/s, ", row)[1] for row in steps]
+    assert slots == ["4", "2", "1", "1"]
     assert re.fullmatch(r"quantize_state_dict_int8 .*<br>serialize .*<br>compress .* s", export)
-    assert all(re.match(r"final_int8_zlib_roundtrip_exact val_loss:\d", demo) for demo in demos)
-    assert losses == "5 steps, largest difference 0.0000 nats"
-    assert " skipped in " in tests
+    for score in (one, two, ours, theirs):
+        assert re.match(r"final_int8_zlib_roundtrip_exact val_loss:\d", score)
+    for pair in (here, both):
+        end = "5 losses, largest difference 0.0000 nats"
+        assert re.fullmatch(rf"[\d.]+ and [\d.]+ ms a step, ratio [\d.]+; {end}", pair)
+    assert seed == "20 steps, largest difference of train_loss 0.000000 nats"
+    assert " skipped" in tests
+
+
+def test_kernels_count_in_the_class_that_their_names_tell():
+    """Templates of FlashAttention have CUTLASS's name, too, and sums of split products a sum's."""
+    names = {
+        "attention": ["cudnn_generated_native_sdpa_sm90_flash_bprop", "flash_bwd<cutlass>"],
+        "matrix products": ["nvjet_tst_128x256", "cublasLt::splitKreduce_kernel", "sm80_xmma_gemm"],
+        "elementwise": ["triton_red_fused_add_mul_0", "at::native::vectorized_elementwise_kernel"],
+        "the rest": ["Memcpy DtoD (Device -> Device)"] * 5,
+    }
+    kernels = [(i + 1, 7, name) for i, group in enumerate(names.values()) for name in group]
+    *slowest, attention, products, elementwise, rest = bench_step.list_kernels(
+        kernels, {"attention": 0.5, "matrix products": 3}
+    )
+    assert len(slowest) == 10 and slowest[0] == f"     4.00 ms     7 x `{names['the rest'][0]}`"
+    end = "ms at the rate of a large product"
+    assert attention == f"     2.00 ms   5.9 % attention, whose FLOPs take 0.50 {end}"
+    assert products == f"     6.00 ms  17.6 % matrix products, whose FLOPs take 3.00 {end}"
+    assert elementwise == "     6.00 ms  17.6 % elementwise"
+    assert rest == "    20.00 ms  58.8 % the rest"
 
 
 @pytest.mark.baseline
@@ -93,4 +111,5 @@ def test_flops_are_those_of_the_matrices(tied):
     gpt = train_gpt.GPT(train_gpt.Hyperparameters.from_env(environ))
     matrices = 8 * 8 + 2 * 4 * 8 + 8 * 8 + 2 * 16 * 8 + 10 * 8
     vectors = sum(param.numel() for param in gpt.parameters() if param.ndim == 1) + 16
-    assert bench_step.model_flops(gpt) == 6 * (matrices + vectors) + 6 * 4 * 8
+    flops = {"matrix products": 6 * (matrices + vectors), "attention": 6 * 4 * 8}
+    assert bench_step.model_flops(gpt) == flops

@@ -64,16 +64,16 @@ def test_another_argument_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("cuda", [None, "13.0"])
-def test_warnings_of_a_wrong_tokenizer_and_an_unused_gpu(tmp_path, knobs, monkeypatch, cuda):
+def test_warnings_of_srun_a_wrong_tokenizer_and_an_unused_gpu(tmp_path, knobs, monkeypatch, cuda):
     """They come at the start and next to the score. A CPU build of torch never warns of a GPU."""
     path = tmp_path / "other.model"
     path.write_bytes(train_tokenizer(sentence_iterator=iter(TEXTS[0].splitlines())))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     environ = {**knobs, "TOKENIZER_PATH": str(path), "DEVICE": "auto", "ITERATIONS": "0"}
-    lines = finished(run_here(tmp_path, environ))
+    lines = finished(run_here(tmp_path, {**environ, "SLURM_NTASKS": "2"}))
     warned = [line for line in lines if line.startswith("WARNING")]
-    words = ["TOKENIZER_PATH", "GPU"] if cuda else ["TOKENIZER_PATH"]
+    words = ["torchrun", "TOKENIZER_PATH", *(["GPU"] if cuda else [])]
     assert all(word in line for word, line in zip(2 * words, warned, strict=True))
 
 
@@ -139,6 +139,17 @@ def test_the_log_file_begins_with_source_versions_and_gpus(single):
     begin = f"{SCRIPT.read_text()}\n{rule}\n{versions}"
     assert head.startswith(begin) and "nvidia-smi" in head[len(begin) :].lower()
     assert head.endswith(f"\n{rule}\n")
+
+
+def test_an_edit_during_the_start_is_not_taken_for_the_source(tmp_path, knobs):
+    """It takes seconds to import torch."""
+    script = tmp_path / "edited.py"
+    source = SCRIPT.read_text().replace("import numpy as np\n", 'open(__file__, "w").close()\n')
+    script.write_text(source.replace("# ---- Hyper", "import numpy as np\n# ---- Hyper"))
+    source = script.read_text()
+    finished(runs.run_ranks(tmp_path, {**knobs, "ITERATIONS": "0"}, 1, [script])[0])
+    assert script.read_text() == ""
+    assert (tmp_path / "logs" / "test.txt").read_text().startswith(source)
 
 
 def test_the_console_shows_the_log_and_a_warm_up_changes_no_bit(single, tmp_path, knobs):

@@ -1,10 +1,13 @@
-"""pack.py: a packed script does what the script does, and its errors show its source."""
+"""pack.py: a packed script does what the script does, and its errors show its source. forecast.py:
+the bytes of a model and its script, without data."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import forecast
+import pack
 import pytest
 from runs import ROOT, SCRIPT, finished, run_ranks
 from trained import RECORD
@@ -48,47 +51,82 @@ def test_a_minified_module_can_be_inspected(tmp_path):
         assert result.stdout == f"{doc} packed\n{source}"
 
 
-def test_a_script_of_any_encoding_shows_its_lines_in_a_traceback(tmp_path):
-    """pack.py prints the script's name, too, even to a stdout that lacks its characters."""
-    text = "# coding: {}\nprint('é')\n1 / 0  # é\n"
-    (tmp_path / "bom 运行.py").write_text(text.format("utf-8"), encoding="utf-8-sig")
-    (tmp_path / "latin.py").write_text(text.format("latin-1"), encoding="latin-1")
-    for script in ("bom 运行.py", "latin.py"):
-        run(tmp_path, PACK, script, "packed.py", PYTHONIOENCODING="latin-1").check_returncode()
-        result = run(tmp_path, "-X", "utf8", "packed.py")
-        assert result.stdout == "é\n" and "1 / 0  # é" in result.stderr
+def test_a_packed_script_shows_its_lines_in_a_traceback(tmp_path):
+    """It has a byte order mark, and a name whose characters stdout lacks."""
+    (tmp_path / "运行.py").write_text("print('é')\n1 / 0  # é\n", encoding="utf-8-sig")
+    run(tmp_path, PACK, "运行.py", "packed.py", PYTHONIOENCODING="ascii").check_returncode()
+    result = run(tmp_path, "-X", "utf8", "packed.py")
+    assert result.stdout == "é\n" and "1 / 0  # é" in result.stderr
 
 
-@pytest.mark.parametrize("option, folder", [("-OO", "data"), ("-B", "tests/tools")])
-def test_help_needs_no_docstrings_and_no_folder_on_the_path(tmp_path, option, folder):
-    """-OO drops docstrings. The programs of both folders show them by one function; those of
-    tests/tools import torch, which -OO compiles anew, in half a minute. As with PYTHONSAFEPATH=1,
-    which Python 3.10 lacks, a program's folder is not on the path."""
-    files = [*ROOT.glob(f"{folder}/*.py")]
-    programs = [str(path) for path in files if "\nif __name__" in path.read_text()]
+def test_the_last_script_of_a_log_is_packed_whole_or_not_at_all(tmp_path):
+    """The first line that no log has begins it. An error after that is not skipped."""
+    header = f"\n{'=' * 100}\nRunning Python 3\nlogs/a.txt\nwarmup_step:1/3\n"
+    script = "# A script.\nx = 1\n\nimport os\nprint(x)\n"
+    for text in (script, script.replace("\n\n", "\nx = = 2\n")):
+        (tmp_path / "log.txt").write_text(MODULE + header + text + header)
+        result = run(tmp_path, PACK, "log.txt", "packed.py")
+        assert run(tmp_path, "packed.py").stdout == "1\n"  # also after the second one
+        assert (f"log.txt: {len(script)} bytes, packed.py: " in result.stdout) == (text == script)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "log.txt has a script with a syntax error" in result.stderr and "line 3" in result.stderr
+
+
+def test_programs_find_their_own_modules(tmp_path):
+    """As with PYTHONSAFEPATH=1, which Python 3.10 lacks, a program's folder is not on the path.
+    Other modules of the same names are."""
+    modules = [*ROOT.glob("data/*.py"), *ROOT.glob("tests/tools/*.py")]
+    for path in modules:
+        (tmp_path / path.name).write_text("1 / 0")
+    programs = [str(path) for path in modules if "\nif __name__" in path.read_text()]
     code = f"""
 import contextlib, runpy, sys
 before = [*sys.path]
 for path in {programs}:
     sys.argv, sys.path[:] = [path, "--help"], before
-    for name in {[path.stem for path in files]}:
+    for name in {[path.stem for path in modules]}:
         sys.modules.pop(name, None)
     with contextlib.suppress(SystemExit):
         runpy.run_path(path, run_name="__main__")
 """
-    result = run(tmp_path, option, "-c", code)
+    result = run(tmp_path, "-c", code)  # the folder itself is on the path
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("usage: ") == len(programs) > 3
+    assert result.stdout.count("usage: ") == len(programs) > 12
 
 
 def test_an_error_writes_nothing(tmp_path):
     (tmp_path / "broken.py").write_text("(")
+    (tmp_path / "link.py").symlink_to("broken.py")
     for script, packed, words in [
-        ("broken.py", "packed.py", "SyntaxError"),
-        ("broken.py", "./broken.py", "would overwrite its own source"),
-        (PACK, "broken.py/packed.py", "name another file\n"),
+        ("broken.py", "packed.py", "'(' was never closed (broken.py, line 1)"),
+        ("broken.py", "link.py", "would overwrite its own source: name another file"),
+        (PACK, "broken.py/packed.py", ": name another file"),
     ]:
         result = run(tmp_path, PACK, script, packed)
-        assert result.returncode != 0 and words in result.stderr
-    assert not (tmp_path / "packed.py").exists()
-    assert (tmp_path / "broken.py").read_text() == "("
+        assert result.returncode == 2 and result.stderr.endswith(f"{words}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.py", "link.py"]
+    assert (tmp_path / "link.py").read_text() == "("
+
+
+def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", quantized_knobs | {"DATA_PATH": "none"})
+
+    def sizes_of(script: Path, std: str, code: int = 0) -> list[int]:
+        assert forecast.main([str(script), "--std", std]) == code
+        lines = capsys.readouterr().out.splitlines()
+        return [int(line.split()[1].replace(",", "")) for line in lines]
+
+    num_params, artifact, packed, left = sizes_of(SCRIPT, "0.3")
+    assert 0.5 * num_params < artifact == 16_000_000 - packed - left
+    assert packed == len(pack.pack(SCRIPT))
+    assert sizes_of(SCRIPT, "0.01")[1] < 0.97 * artifact  # small weights use fewer levels
+    (tmp_path / "small.py").write_text(SCRIPT.read_text().replace("= 16_000_000", "= 1000"))
+    assert sizes_of(tmp_path / "small.py", "0.3", code=1)[1] == artifact
+
+
+@pytest.mark.baseline
+@pytest.mark.records
+@pytest.mark.parametrize("preset", ["record1394", "record1855", "record2014", "record2135"])
+def test_a_record_fits(preset, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"PRESET": preset})
+    assert forecast.main([str(RECORD)]) == 0

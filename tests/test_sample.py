@@ -1,5 +1,6 @@
 """sample.py: text from each file that a run writes, with its own script; clear errors."""
 
+import re
 import shutil
 import sys
 
@@ -23,12 +24,13 @@ def write(capsys, model, prompt: str, *options) -> str:
 
 
 def test_each_file_of_a_run_writes_text(trained, capsys):
-    """Characters that the encoding of stdout lacks are printed as escapes."""
+    """Characters that the encoding of stdout lacks are printed as escapes. The prompt ends with a
+    byte that is not UTF-8."""
     sys.stdout.reconfigure(encoding="ascii")
     seeds = {"final_model.int8.ptz": 0, "final_model.pt": 1, "checkpoints/test.pt": 1}
-    texts = []
+    texts, prompt = [], "The 行\udcff"
     for name, seed in seeds.items():
-        texts.append(write(capsys, trained[0] / name, "The 行", "--tokens=9", f"--seed={seed}"))
+        texts.append(write(capsys, trained[0] / name, prompt, "--tokens=9", f"--seed={seed}"))
     assert texts[0] != texts[1] == texts[2]
     assert all(text.startswith("The \\u884c") for text in texts)
 
@@ -49,15 +51,17 @@ def test_a_prompt_in_caseops_follows_bos_and_keeps_its_end(trained, tmp_path, ca
     assert text == f"{caseops.decode(sp.decode(ids))}\n" and text.startswith(prompt)
 
 
-def test_an_error_says_what_is_missing_or_out_of_bounds(tmp_path, trained):
+def test_an_error_says_what_is_missing(tmp_path, trained):
     copied = str(shutil.copy(trained[0] / "final_model.pt", tmp_path))
-    with pytest.raises(SystemExit, match="does not fit: .*; --script logs/RUN_ID.txt takes"):
-        sample.main([copied])
-    with pytest.raises(SystemExit, match="none.* set --tokenizer"):
-        sample.main([str(trained[0] / "final_model.pt"), "--tokenizer=none"])
-    for name, value in (("tokens", "-1"), ("temperature", "nan"), ("seed", "-1")):
-        result = run_here(tmp_path, {}, sample, [copied, f"--{name}={value}"])
-        assert result.returncode == 2 and f"argument --{name}: '{value}' is not" in result.stderr
+    model = str(trained[0] / "final_model.pt")
+    for arguments, words in [
+        ([copied], r"does not fit: .*; --script logs/RUN_ID.txt takes"),
+        ([model, "--tokenizer=none"], "none.* set --tokenizer"),
+        ([model, "--tokens=-1"], "argument --tokens: '-1' is not a whole number >= 0$"),
+        (["The function"], "'The function' is not a file; first the model, then the prompt"),
+    ]:
+        result = run_here(tmp_path, {}, sample, arguments)
+        assert result.returncode and re.search(words, result.stderr.strip()), result.stderr
 
 
 def test_the_end_of_the_document_and_a_misspelled_knob_are_named(trained, tmp_path):

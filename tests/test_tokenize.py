@@ -10,7 +10,7 @@ import runpy
 import shlex
 import sys
 import threading
-from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import caseops
@@ -99,7 +99,8 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path):
 def test_the_manifest_and_the_byte_dataset(tmp_path):
     write_documents(tmp_path / "docs.jsonl", TEXTS + ODD_TEXTS)
     manifest = run(tmp_path, "--num-val-docs", 4, "--chunk-tokens", 20_000, specs=SPECS)
-    stats = manifest["datasets"][0].pop("stats")
+    stats, sha256 = (manifest["datasets"][0].pop(key) for key in ("stats", "docs_sha256"))
+    assert sha256 == hashlib.sha256((tmp_path / "docs.jsonl").read_bytes()).hexdigest()
     assert (stats["docs_val"], stats["docs_train"]) == (4, 48)
     assert stats["tokens_total"] == stats["tokens_val"] + stats["tokens_train"]
     assert manifest["shard_size"] == 20_000 and manifest["tokenizer_specs"] == SPECS
@@ -143,8 +144,6 @@ def test_bad_specs_are_named(tmp_path):
         "tokenizer 2: .*vocab_sise": [{"vocab_size": 512}, {"vocab_sise": 5}],
         "'tiktoken' is not one of": [{"kind": "tiktoken"}],
         "vocab_size 65537 must be 1 to 65536": [{"vocab_size": 65_537}],
-        "vocab_size 256 must be 260": [{"kind": "byte", "vocab_size": 256}],
-        "tokenizer_train_docs 0 must be 1": [{"vocab_size": 9, "tokenizer_train_docs": 0}],
         "2: fineweb10B_sp9 is another": [{"vocab_size": 9}, {"vocab_size": 9, "name": "n"}],
     }
     for words, content in bad.items():
@@ -166,18 +165,18 @@ def test_your_own_text(tmp_path, capsys, monkeypatch):
     """5 % are for validation, all of it trains the tokenizer, and the last line is the command that
     trains a model, on a terminal that is not UTF-8. No package of the download is needed."""
     sys.stdout.reconfigure(encoding="ascii")
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("huggingface_hub", "tqdm"):
         monkeypatch.setitem(sys.modules, name, None)  # its import fails
     monkeypatch.delitem(sys.modules, "cached_challenge_fineweb", raising=False)
     (tmp_path / "my.txt").write_text("\n\n".join(TEXTS))
     out = tmp_path / "my \xe4"
-    arguments = ["--docs", f"{tmp_path}/my.txt", "--vocab-size=60000", f"--output-root={out}"]
+    arguments = ["--docs", "~/my.txt", "--vocab-size=60000", "--output-root=~/my \xe4"]
     runpy.run_path(rebuild.__file__)["main"](arguments)
     num_docs = len(list(rebuild.read_documents(tmp_path / "my.txt")))
     assert json.loads((out / "manifest.json").read_text())["num_val_docs"] == num_docs // 20 > 1
     size = len(pieces((out / "tokenizers/fineweb_60000_bpe.model").read_bytes()))
     output = capsys.readouterr().out
-    assert f"{size} pieces, trained on {num_docs} of {num_docs} documents (100.0 %" in output
     assert f"WARNING: fineweb10B_sp60000 has {size} pieces, not 60000" in output
     folder = f"{tmp_path}/my \\xe4"
     assert shlex.split(output.splitlines()[-1]) == [
@@ -195,22 +194,28 @@ def test_what_a_score_on_the_validation_split_is_worth(tmp_path, tokenizer, caps
     assert "val: 2 of 4 documents (50.00%) are also in train shards" in output
     assert re.search("WARNING: .*2 of 4 validation documents are in the train shards", output)
     text = "".join(map(caseops.normalize, TEXTS[:4])).encode()
-    xz_bpb = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    bpb, num_bytes = re.search(r"val: lzma_bpb:(\S+) \(lzma on (\d+) validation", output).groups()
-    assert int(num_bytes) == len(text) and 0.9 * xz_bpb < float(bpb) < xz_bpb
+    bpb = 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
+    assert f"val: lzma_bpb:{bpb:.4f} (xz -9e on {len(text)} validation bytes)" in output
 
 
-def test_a_short_validation_split_is_named(tmp_path, tokenizer, capsys):
-    """The training command gets shorter sequences, and following the advice is enough."""
+def test_a_short_split_is_named(tmp_path, tokenizer, capsys):
+    """The training command gets shorter sequences. Following the advice is enough."""
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]
-    write_documents(tmp_path / "docs.jsonl", [text[:1200] for text in TEXTS[:12]])
+    text = " ".join(TEXTS)
+    texts = [text[start : start + 340] for start in range(0, 99 * 340, 340)]
+    write_documents(tmp_path / "docs.jsonl", texts)
     run(tmp_path, *reuse)
-    warning, _, command = capsys.readouterr().out.splitlines()[-3:]
+    step, warning, _, command = capsys.readouterr().out.splitlines()[-4:]
+    assert re.search(r"^Note: \d+ training tokens are less than one step \(524288\)", step)
     assert re.search(r"^WARNING: \d+ validation tokens are so few", warning)
     assert " VOCAB_SIZE=384 TRAIN_SEQ_LEN=128 python " in command
     run(tmp_path, *reuse, *re.findall(r"(--num-val-docs) (\d+)", warning)[0])
     output = capsys.readouterr().out
     assert "WARNING" not in output and "TRAIN_SEQ_LEN" not in output
+    run(tmp_path, *reuse, "--num-val-docs", 90)
+    output = capsys.readouterr().out
+    assert re.search(r"WARNING: \d+ training .* one step of the demo \(6144\)", output)
+    assert re.search(r"WARNING: validation has \d+ of \d+ tokens, more than a tenth", output)
 
 
 def test_a_single_space_is_always_a_piece(tmp_path, capsys):
@@ -266,7 +271,7 @@ def test_a_seed_shuffles_the_documents_before_the_split(tmp_path):
     shuffled, manifest = rebuilt(tmp_path, "--shuffle", 7)
     assert shuffled[:5] == [texts[i] for i in (5, 35, 12, 19, 15)]
     assert sorted(shuffled) == sorted(texts) and manifest["shuffle_seed"] == 7
-    assert rebuilt(tmp_path, "--shuffle", 0)[0] not in (shuffled, texts)
+    assert rebuilt(tmp_path, "--shuffle", 0, "--replace")[0] not in (shuffled, texts)
 
 
 def test_documents_of_several_files_folders_and_pipes(tmp_path):
@@ -286,24 +291,26 @@ def test_documents_of_several_files_folders_and_pipes(tmp_path):
 
 def test_long_texts_become_lines_for_the_tokenizers_training():
     text = "word " * 2000 + "\n" + "\u4e2d" * 5000 + "\nend"
-    sentences = list(sentences_of([text], 4192, True, Counter()))
+    sentences = list(sentences_of([text], 4192, True))
     assert max(len(sentence.encode()) for sentence in sentences) <= 4192
     assert "".join(sentences).replace(" ", "") == "".join(text.split())
     assert sentences[0].endswith(" word") and sentences[-1] == "end"
 
 
 def test_bad_documents_are_named(tmp_path):
-    bad = [
-        ("a.jsonl", b"\x1f\x8b\x08", "is compressed"),
-        ("a.txt", b"caf\xe9", "after .caf. is not UTF-8: iconv -c .*a.txt > fixed.txt"),
-        ("a", b"%PDF-1.4", "extract"), ("a.txt", "caf\u00e9".encode("utf-16"), "convert"),
-        ("a", b"\n \n", "has no text"), ("a", b"one", "has 1 documents, .*add text"),
-        ("a", b'{"text": "a"}\n\n{', "line 3 must be"), ("a", b'{"text": 5}', "line 1 must be"),
-    ]  # fmt: skip
-    for name, content, words in bad:
-        (tmp_path / name).write_bytes(content)
-        assert re.search(rf"/{name}:? .*{words}", failure(tmp_path, docs=[tmp_path / name]))
-    assert "b.txt does not" in failure(tmp_path, docs=[tmp_path / "a.txt", tmp_path / "b.txt"])
+    bad = {
+        b"\x1f\x8b\x08": "is compressed",
+        b"caf\xe9": "after .caf. is not UTF-8: iconv -c .*a > fixed.txt",
+        "caf\u00e9".encode("utf-16"): "convert",
+        b"\n \n": "has no text",
+        b"one": "has 1 documents, .*add text",
+        b'{"text": "a"}\n\n{': "line 3 must be",
+        b'{"text": 5}': "line 1 must be",
+    }
+    for content, words in bad.items():
+        (tmp_path / "a").write_bytes(content)
+        assert re.search(rf"/a:? .*{words}", failure(tmp_path, docs=[tmp_path / "a"]))
+    assert "b.txt does not" in failure(tmp_path, docs=[tmp_path / "a", tmp_path / "b.txt"])
 
 
 def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):
@@ -313,10 +320,12 @@ def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer,
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]
     first = run(tmp_path, *reuse)
     folders = [tmp_path / "out/datasets" / f"fineweb10B_{name}" for name in ("sp384", "mine")]
-    (tmp_path / "out/datasets/fineweb10B_byte260").write_text("not a folder: the second fails")
+    (tmp_path / "out/datasets/fineweb10B_byte260").symlink_to("nowhere")  # the second fails
     assert "fineweb10B_byte260" in failure(tmp_path, *reuse, specs=[other, SPECS[2]])
     assert check_dataset.main([str(folders[0]), "--tokenizer", str(tokenizer)]) == 1
     assert "manifest.part" in capsys.readouterr().err
+    less = write_documents(tmp_path / "less.jsonl", TEXTS[1:])
+    assert "fineweb10B_mine is of other documents" in failure(tmp_path, specs=[other], docs=[less])
     both = run(tmp_path, *reuse, specs=[other])
     for kind, name in (("datasets", "fineweb10B_mine"), ("tokenizers", "mine")):
         assert both[kind][:1] == first[kind] and [e["name"] for e in both[kind][1:]] == [name]
@@ -325,27 +334,66 @@ def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer,
     assert "nothing to compare" not in capsys.readouterr().out
 
 
+def contents(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer):
+    """Each dataset has its own documents. The printed command replaces it, by a pipe's text, too.
+    A dataset of unknown documents is another's. The same documents may replace theirs."""
+    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
+    one, two = ([{"vocab_size": 384, "dataset_suffix": name}] for name in ("one", "two"))
+    a, b = (write_documents(tmp_path / name, TEXTS[:count]) for name, count in (("a", 9), ("b", 8)))
+    for specs, docs in ((one, a), (one, a), (two, b)):
+        run(tmp_path, *reuse, specs=specs, docs=[docs])
+    before, pipe = contents(tmp_path / "out"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    threading.Thread(target=pipe.write_bytes, args=(b.read_bytes(),)).start()
+    message = failure(tmp_path, *reuse, specs=one, docs=[pipe])
+    assert contents(tmp_path / "out") == {**before, tmp_path / "out/docs_piped": b.read_bytes()}
+    words = shlex.split(message.partition("replace it: python3 ")[2])
+    assert words[0].endswith(Path(rebuild.__file__).name) and words[-1] == "--replace"
+    rebuild.main(words[1:])
+    path = tmp_path / "out/manifest.json"
+    manifest = json.loads(path.read_text())
+    assert len({entry.pop("docs_sha256") for entry in manifest["datasets"]}) == 1
+    path.write_text(json.dumps(manifest))
+    result = run_here(tmp_path, {}, rebuild, ["--output-root=out", "--tokenizer-config=specs.json"])
+    assert "fineweb10B_one is of other documents, or no" in result.stderr  # without a download
+    message = failure(tmp_path, specs=[{"vocab_size": 384, "dataset_suffix": "new"}], docs=[a])
+    assert "fineweb_384_bpe.model is of other" in message
+
+
+def test_no_input_is_overwritten(tmp_path):
+    """Nor is another name of it. Nothing is written."""
+    a, out = write_documents(tmp_path / "a"), tmp_path / "out"
+    run(tmp_path, "--shuffle", 1, docs=[a])
+    os.mkfifo(tmp_path / "pipe")
+    (out / "docs_piped").write_bytes(a.read_bytes())
+    (tmp_path / "link").symlink_to(out / "docs_mixed")
+    model, config = out / "tokenizers/fineweb_384_bpe.model", out / "tokenizer_config.export.json"
+    before = contents(out)
+    for place, docs, *more in (
+        (out / "docs_piped", [tmp_path / "pipe", out / "docs_piped"]),
+        (out / "docs_mixed", [tmp_path / "link"], "--shuffle", 2),
+        (model, [a], "--reuse-sp-model", f"384={model}"),
+        (config, [a], "--tokenizer-config", config),
+    ):
+        message = failure(tmp_path, *more, "--replace", docs=docs)
+        assert f"{place} is an input" in message and contents(out) == before
+
+
 def test_errors_are_one_line(tmp_path):
     docs = write_documents(tmp_path / "docs_selected.jsonl")
-    spec = {"vocab_size": 512, "trainer_overrides": {"coverage": 1}}
-    message = failure(tmp_path, specs=[spec], docs=[docs])
-    assert "sp_bpe_512" in message and "coverage" in message
     message = failure(tmp_path, specs=[{"vocab_size": 262}], docs=[docs])
     assert "vocab_size 262 is too small" in message and ".cc" not in message
     enough = int(re.search(r"(\d+) is enough", message)[1])
     assert str(enough) in failure(tmp_path, specs=[{"vocab_size": enough - 1}], docs=[docs])
     run(tmp_path, specs=[{"vocab_size": enough}], docs=[docs])
-    assert "has 40 documents" in failure(tmp_path, "--num-val-docs", "41", docs=[docs])
     assert f"{docs} is not a Sent" in failure(tmp_path, "--reuse-sp-model", f"384={docs}")
     (tmp_path / SIDECAR).write_text('{"docs_val": null}')
     assert "get 50000" in failure(tmp_path, docs=[docs])
-    result = run_here(tmp_path, {}, rebuild, [f"--output-root={tmp_path}", "--shuffle=1"])
-    assert result.returncode == 2 and "--shuffle needs --docs" in result.stderr
-    bad = "vocab-size=0 vocab-size=65537 chunk-tokens=0 chunk-tokens=2147483648 num-val-docs=-1 "
-    bad += "num-val-docs=5% tokenizer-train-docs=0 tokenizer-train-docs=nan shuffle=-1 shuffle=0.5"
-    for option in bad.split():
-        name, value = option.split("=")
-        assert f"--{name}: '{value}' is not a whole number" in failure(tmp_path, f"--{option}")
+    assert "--chunk-tokens: '2147483648' is not a" in failure(tmp_path, "--chunk-tokens", 2**31)
     program = SimpleNamespace(main=lambda: runpy.run_path(rebuild.__file__))
     result = run_here(tmp_path, {"MATCHED_FINEWEB_TOKENIZER_THREADS": "0"}, program)
     assert result.returncode == 2 and "TOKENIZER_THREADS: '0' is not" in result.stderr

@@ -1,38 +1,27 @@
-"""Edits that players make, as replacements of text in train_gpt.py. test_edits.py runs the suite
-under each."""
+"""Edits of train_gpt.py, by the page that shows or measures them. An edit replaces texts, each of
+which the script has once: {old text: new text}."""
 
-MLP = """\
-        self.fc = CastedLinear(hp.model_dim, hp.mlp_mult * hp.model_dim, bias=False)
-        self.proj = CastedLinear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
-"""
-SWIGLU = """\
-        hidden = (hp.mlp_mult * hp.model_dim * 2 // 3 + 7) // 8 * 8
-        self.gate = CastedLinear(hp.model_dim, hidden, bias=False)
-        self.fc = CastedLinear(hp.model_dim, hidden, bias=False)
-        self.proj = CastedLinear(hidden, hp.model_dim, bias=False)
-"""
+# Texts that several edits replace, or put lines above or below.
 RELU_SQUARED = "        hidden = F.relu(self.fc(x)).square()\n"
-BEFORE_INIT = "        self.init_weights()\n\n"
-LAST_NORM = "        logits = self.output(rms_norm(x).flatten(0, 1))\n"
-GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
-NORM = "        x = x0 = rms_norm(x)\n"
-KEYS = "        self.c_k = CastedLinear(D, kv_dim, bias=False)\n"
-ROTATED = "        k = apply_rotary(rms_norm(k), cos, sin)\n"
-BLOCKS = "        self.blocks = nn.ModuleList("
 ADD_SKIP = "        return x + self.skip_weights[row].to(x.dtype) * skip\n"
-ATTEND = "        y = attend(q, k, v)\n"
 UPDATE = '            torch._foreach_add_(params, combined, alpha=-group["lr"])\n'
-FACTOR = '            group["lr"] = factor * group["base_lr"]\n'
+
+
+def edit_script(source: str, *edits: dict[str, str]) -> str:
+    """Apply edits to the text of the script."""
+    for edit in edits:
+        for old, new in edit.items():
+            if source.count(old) != 1:
+                raise ValueError(f"{old!r} occurs {source.count(old)} times")
+            source = source.replace(old, new)
+    return source
+
+
+# ---- README.md: First edits ----------------------------------------------------------------------
 WARMDOWN = "return min((1 - progress(hp, step, elapsed_ms)) / hp.warmdown_frac, 1.0)\n"
-README = ["half_skips", "schedule", "key_gain"]  # the edits that it shows
-TECHNIQUES = {  # edits that records/README.md shows, and the knobs of train_record.py for the same
-    "leaky_relu": {"RELU_SLOPE": "0.5"},
-    "skip_gates": {"SKIP_GATES": "1"},
-    "xsa": {"XSA_LAYERS": "99"},
-    "muon_weight_decay": {"MUON_WEIGHT_DECAY": "0.095"},
-    "min_lr": {"MIN_LR": "0.1"},
-}
-EDITS = {  # old text and new
+KEYS = "        self.c_k = CastedLinear(D, kv_dim, bias=False)\n"
+ROTATED_KEYS = "        k = apply_rotary(rms_norm(k), cos, sin)\n"
+README = {
     "half_skips": {
         "skip_weights = torch.ones(self.num_encoder_layers, D)": (
             "skip_weights = torch.full((self.num_encoder_layers, D), 0.5)"
@@ -41,55 +30,12 @@ EDITS = {  # old text and new
     "schedule": {WARMDOWN: WARMDOWN.replace("\n", " ** 2\n")},
     "key_gain": {
         KEYS: f"{KEYS}        self.k_gain = nn.Parameter(torch.ones(D // hp.num_heads))\n",
-        ROTATED: f"{ROTATED}        k = k * self.k_gain.to(x.dtype)\n",
+        ROTATED_KEYS: f"{ROTATED_KEYS}        k = k * self.k_gain.to(x.dtype)\n",
     },
-    "swiglu": {
-        MLP: SWIGLU,
-        RELU_SQUARED: "        hidden = F.silu(self.gate(x)) * self.fc(x)\n",
-    },
-    "untied": {"tie_embeddings: bool = True": "tie_embeddings: bool = False"},
-    "bigram": {
-        BEFORE_INIT: f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}",
-        NORM: (
-            "        previous = F.pad(input_ids[:, :-1], (1, 0))\n"
-            "        pairs = F.embedding((31 * previous + input_ids) % 512, self.bigram)\n"
-            f"        x = x + pairs.to(x.dtype)\n{NORM}"
-        ),
-        GROUPS: f'{GROUPS}OPTIMIZER_GROUPS |= {{"bigram": "embed"}}\n',
-    },
-    "codec": {
-        "zlib.compress(data, 9)": "lzma.compress(data)",
-        "zlib.decompress(data)": "lzma.decompress(data)",
-        "import zlib\n": "import lzma\n",
-    },
-    "dropout": {LAST_NORM: f"        x = F.dropout(x, 0.1, self.training)\n{LAST_NORM}"},
-    "ten_layers": {"num_layers: int = 9": "num_layers: int = 10"},
-    "leaky_relu": {RELU_SQUARED: "        hidden = F.leaky_relu(self.fc(x), 0.5).square()\n"},
-    "skip_gates": {
-        BLOCKS: (
-            "        gates = torch.zeros_like(skip_weights)  # logits: they start half open\n"
-            "        self.skip_weights_gate = "
-            f"nn.Parameter(gates, self.skip_weights.requires_grad)\n{BLOCKS}"
-        ),
-        ADD_SKIP: (
-            "        gate = torch.sigmoid(self.skip_weights_gate[row]).to(x.dtype)\n"
-            "        return gate * x + (1 - gate) * self.skip_weights[row].to(x.dtype) * skip\n"
-        ),
-    },
-    "xsa": {
-        ATTEND: (
-            f"{ATTEND}        groups = y.unflatten(2, (self.num_kv_heads, -1))  # by KV head\n"
-            "        direction = F.normalize(v, dim=-1).unsqueeze(3)\n"
-            "        along = (groups * direction).sum(dim=-1, keepdim=True)\n"
-            "        y = (groups - along * direction).flatten(2, 3)\n"
-        ),
-    },
-    "muon_weight_decay": {
-        UPDATE: f'            torch._foreach_mul_(params, 1 - 0.095 * group["lr"])\n{UPDATE}',
-    },
-    "min_lr": {FACTOR: FACTOR.replace("factor", "max(factor, 0.1)")},
 }
-PARTS = {  # edits that leave out a part of the model; a table shows what each part is worth
+
+# ---- README.md: The model, part by part ----------------------------------------------------------
+PARTS = {  # edits that leave out a part
     "U-Net skips": {
         "requires_grad=self.num_encoder_layers > 0": "requires_grad=False",
         ADD_SKIP: "        return x\n",
@@ -117,7 +63,7 @@ PARTS = {  # edits that leave out a part of the model; a table shows what each p
         "self.mlp_scale.to(x.dtype) * ": "",
     },
 }
-PART_KNOBS = {  # the parts that knobs leave out
+PART_KNOBS = {  # knobs that leave out a part
     "initial query gain of 1.5": {"QK_GAIN_INIT": "1"},
     "tied embeddings": {"TIE_EMBEDDINGS": "0"},
     "Newton-Schulz": {"MUON_BACKEND_STEPS": "0"},
@@ -125,7 +71,44 @@ PART_KNOBS = {  # the parts that knobs leave out
     "momentum warm-up": {"MUON_MOMENTUM_WARMUP_STEPS": "0"},
     "warmdown": {"WARMDOWN_FRAC": "0", "WARMDOWN_ITERS": "0"},
 }
-NEIGHBOURS = {  # edits of Muon that other projects have found to help
+
+# ---- records/README.md: Five to copy into train_gpt.py -------------------------------------------
+BLOCKS = "        self.blocks = nn.ModuleList("
+ATTEND = "        y = attend(q, k, v)\n"
+FACTOR = '            group["lr"] = factor * group["base_lr"]\n'
+RECORDS = {
+    "leaky_relu": {RELU_SQUARED: "        hidden = F.leaky_relu(self.fc(x), 0.5).square()\n"},
+    "skip_gates": {
+        BLOCKS: (
+            "        gates = torch.zeros_like(skip_weights)  # logits: they start half open\n"
+            "        self.skip_weights_gate = "
+            f"nn.Parameter(gates, self.skip_weights.requires_grad)\n{BLOCKS}"
+        ),
+        ADD_SKIP: (
+            "        gate = torch.sigmoid(self.skip_weights_gate[row]).to(x.dtype)\n"
+            "        return gate * x + (1 - gate) * self.skip_weights[row].to(x.dtype) * skip\n"
+        ),
+    },
+    "xsa": {
+        ATTEND: (
+            f"{ATTEND}        groups = y.unflatten(2, (self.num_kv_heads, -1))  # by KV head\n"
+            "        direction = F.normalize(v, dim=-1).unsqueeze(3)\n"
+            "        along = (groups * direction).sum(dim=-1, keepdim=True)\n"
+            "        y = (groups - along * direction).flatten(2, 3)\n"
+        ),
+    },
+    "muon_weight_decay": {
+        UPDATE: f'            torch._foreach_mul_(params, 1 - 0.095 * group["lr"])\n{UPDATE}',
+    },
+    "min_lr": {FACTOR: FACTOR.replace("factor", "max(factor, 0.1)")},
+}
+RECORD_KNOBS = {  # of train_record.py, which do the same
+    "RELU_SLOPE": "0.5", "SKIP_GATES": "1", "XSA_LAYERS": "99", "MUON_WEIGHT_DECAY": "0.095",
+    "MIN_LR": "0.1",
+}  # fmt: skip
+
+# ---- The table of what neighbours have found -----------------------------------------------------
+NEIGHBOURS = {
     "cautious weight decay": {
         UPDATE: (
             "            for p, update in zip(params, combined, strict=True):\n"
@@ -149,19 +132,9 @@ NEIGHBOURS = {  # edits of Muon that other projects have found to help
         ),
     },
 }
-TOGETHER = [*README, "swiglu", "untied", "codec", "dropout", "ten_layers"]
 
-
-def edit_script(source: str, names: list) -> str:
-    for name in names:
-        for old, new in {**EDITS, **PARTS, **NEIGHBOURS, **EXERCISES}[name].items():
-            if source.count(old) != 1:
-                raise ValueError(f"{name}: {old!r} occurs {source.count(old)} times")
-            source = source.replace(old, new)
-    return source
-
-
-EXERCISES = {  # edits that EXERCISES.md shows, by the number of the exercise
+# ---- EXERCISES.md, by the number of the exercise -------------------------------------------------
+EXERCISES = {
     2: {
         "        loss = state.model(*batch) * (1 / grad_accum_steps)\n": (
             "        loss = state.model(*batch)\n"
@@ -174,10 +147,49 @@ EXERCISES = {  # edits that EXERCISES.md shows, by the number of the exercise
     },
     4: {"is_causal=True": "is_causal=False"},
     5: {RELU_SQUARED: "        hidden = F.relu(self.fc(x))\n"},
-    6: EDITS["skip_gates"],
+    6: RECORDS["skip_gates"],
     7: {
         "INT8_KEEP_FLOAT_MAX_NUMEL = 65_536": "INT8_KEEP_FLOAT_MAX_NUMEL = 4096",
         "INT8_LEVELS = 127": "INT8_LEVELS = 31",
         "INT8_SCALE_FLOOR = 1 / 127": "INT8_SCALE_FLOOR = 0.0001",
     },
+}
+
+# ---- On no page ----------------------------------------------------------------------------------
+MLP = """\
+        self.fc = CastedLinear(hp.model_dim, hp.mlp_mult * hp.model_dim, bias=False)
+        self.proj = CastedLinear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
+"""
+SWIGLU = """\
+        hidden = (hp.mlp_mult * hp.model_dim * 2 // 3 + 7) // 8 * 8
+        self.gate = CastedLinear(hp.model_dim, hidden, bias=False)
+        self.fc = CastedLinear(hp.model_dim, hidden, bias=False)
+        self.proj = CastedLinear(hidden, hp.model_dim, bias=False)
+"""
+BEFORE_INIT = "        self.init_weights()\n\n"
+NORM = "        x = x0 = rms_norm(x)\n"
+LAST_NORM = "        logits = self.output(rms_norm(x).flatten(0, 1))\n"
+GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
+OTHERS = {
+    "swiglu": {
+        MLP: SWIGLU,
+        RELU_SQUARED: "        hidden = F.silu(self.gate(x)) * self.fc(x)\n",
+    },
+    "untied": {"tie_embeddings: bool = True": "tie_embeddings: bool = False"},
+    "bigram": {
+        BEFORE_INIT: f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}",
+        NORM: (
+            "        previous = F.pad(input_ids[:, :-1], (1, 0))\n"
+            "        pairs = F.embedding((31 * previous + input_ids) % 512, self.bigram)\n"
+            f"        x = x + pairs.to(x.dtype)\n{NORM}"
+        ),
+        GROUPS: f'{GROUPS}OPTIMIZER_GROUPS |= {{"bigram": "embed"}}\n',
+    },
+    "codec": {
+        "zlib.compress(data, 9)": "lzma.compress(data)",
+        "zlib.decompress(data)": "lzma.decompress(data)",
+        "import zlib\n": "import lzma\n",
+    },
+    "dropout": {LAST_NORM: f"        x = F.dropout(x, 0.1, self.training)\n{LAST_NORM}"},
+    "ten_layers": {"num_layers: int = 9": "num_layers: int = 10"},
 }

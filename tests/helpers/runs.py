@@ -55,7 +55,7 @@ def free_port() -> int:
 
 def process_environ(environ: dict[str, str]) -> dict[str, str]:
     """`environ`, and the few variables that a process needs to start."""
-    kept = {"PATH", "HOME", "LD_LIBRARY_PATH"}
+    kept = {"PATH", "HOME", "LD_LIBRARY_PATH", "LD_PRELOAD"}
     base = {name: value for name, value in os.environ.items() if name in kept}
     return {**base, "OMP_NUM_THREADS": "1", **environ}
 

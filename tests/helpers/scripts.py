@@ -29,11 +29,13 @@ def record_knobs(preset: str, knobs: dict[str, str]) -> dict[str, str]:
     return {**knobs, **small, "PRESET": preset}
 
 
+@torch.no_grad()
 def randomize(gpt: nn.Module) -> nn.Module:
-    """Draw all weights anew, the same each time: the initial ones have zeros."""
+    """Draw all weights anew, the same for any dtype: the initial ones have zeros."""
     torch.manual_seed(0)
     for name, param in gpt.named_parameters():
-        nn.init.normal_(param, std=0.5 if "tok_emb" in name or param.ndim < 2 else 0.2)
+        std = 0.5 if "tok_emb" in name or param.ndim < 2 else 0.2
+        param.copy_(std * torch.randn(param.shape))  # drawn in fp32, then cast
     return gpt
 
 

@@ -42,6 +42,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 from uuid import uuid4
 
+# Read before the slow imports, since a later edit is not part of this run.
+SOURCE = Path(__file__).read_bytes() if __name__ == "__main__" else b""
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -216,10 +219,6 @@ class Hyperparameters:
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
         """Knobs of the environment, else of the preset, else the defaults."""
         return read_knobs(cls, environ)
-
-    def check(self) -> None:
-        """Raise InputError for the first invalid knob."""
-        check_knobs(self)
 
 
 DEMO = dict(
@@ -714,13 +713,10 @@ def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn
     if unknown:
         raise InputError(f"OPTIMIZER_GROUPS has {', '.join(unknown)}: use {', '.join(groups)}")
     for name, param in model.named_parameters():
-        own_group = None
-        for prefix, group in OPTIMIZER_GROUPS.items():
-            if own_group is None and name.startswith(prefix):
-                own_group = group
+        own = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
         control = is_control_tensor(name, hp.control_tensor_name_patterns)
-        if own_group is not None:
-            groups[own_group].append(param)
+        if own:
+            groups[own[0]].append(param)
         elif not name.startswith("blocks."):
             raise InputError(f"{name} is in no optimizer: add it to OPTIMIZER_GROUPS")
         elif param.ndim == 2 and param.requires_grad and not control:
@@ -746,8 +742,10 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     settings |= {"weight_decay": hp.muon_weight_decay, "equal_rows": hp.muon_equal_rows}
     dtype = torch.bfloat16 if gpt.dtype == torch.bfloat16 else torch.float32
     muon = Muon(params["matrix"], hp.matrix_lr, **settings, dtype=dtype, compiled=compiled)
+    names = {param: name for name, param in gpt.named_parameters()}
     for group in adam.param_groups + muon.param_groups:
         group["base_lr"] = group["lr"]
+        group["names"] = [names[param] for param in group["params"]]  # for checkpoints
     return [adam, muon]
 
 
@@ -809,8 +807,8 @@ def load_data_shard(path: str | Path) -> Tensor:
         raise InputError(f"{path} cannot be read: {error.strerror}: get it again") from None
     if header != [20240520, 1, (size - SHARD_HEADER_BYTES) / 2]:
         raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
-    words = torch.from_file(str(path), shared=False, size=size // 2, dtype=torch.uint16)
-    return words[SHARD_HEADER_BYTES // 2 :]
+    words = np.memmap(path, "<u2", mode="c")  # copy-on-write
+    return torch.from_numpy(words[SHARD_HEADER_BYTES // 2 :])
 
 
 class TokenStream:
@@ -821,7 +819,9 @@ class TokenStream:
         self.paths = sorted(glob.glob(pattern))
         self.shards = [load_data_shard(path) for path in self.paths]
         if not any(map(len, self.shards)):
-            raise InputError(f"DATA_PATH has no tokens in {pattern}\n{WAYS_TO_DATA}")
+            has_folder = os.path.isdir(os.path.dirname(pattern))
+            problem = "has no tokens in" if has_folder else "does not exist:"
+            raise InputError(f"DATA_PATH {problem} {pattern}\n{WAYS_TO_DATA}")
         self.shard = 0  # index of the current shard
         self.position = 0  # of the next token in it
 
@@ -1005,7 +1005,10 @@ def train_step(state: TrainingState) -> Tensor:
     for micro_step in range(grad_accum_steps):
         # Each slot has its own seed, so that any number of ranks draws the same dropout.
         slot = micro_step * state.runtime.world_size + state.runtime.rank
-        torch.manual_seed(1_000_003 * hp.seed + state.step * hp.batch_slots + slot)
+        seed = 1_000_003 * hp.seed + state.step * hp.batch_slots + slot
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms
+        if state.runtime.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
         if dist.is_initialized():
             # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
             # only: one exchange a step. It reads this flag in its forward pass.
@@ -1015,6 +1018,9 @@ def train_step(state: TrainingState) -> Tensor:
         loss = state.model(*batch) * (1 / grad_accum_steps)
         state.scaler.scale(loss).backward()
         total_loss += loss.detach()
+    for name, param in state.gpt.named_parameters():
+        if state.step == 0 and param.requires_grad and param.grad is None:
+            raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
     skip = state.scaler.is_enabled() and not unscale_gradients(state)
     if hp.grad_clip_norm > 0:
         nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
@@ -1043,9 +1049,9 @@ def train(state: TrainingState, validation: "Validation") -> int:
     cap_ms = 1000 * hp.max_wallclock_seconds
     set_signal_action(state.request_stop)
     while True:  # all exits are at the top, where all ranks agree
-        ranks = gather((state.stopwatch.elapsed_ms(), state.signum))
-        elapsed_ms = ranks[0][0]  # one clock, so that all learning rates agree
-        signum = max(signum for _, signum in ranks)
+        clocks, signals = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
+        elapsed_ms = clocks[0]  # one clock, so that all learning rates agree
+        signum = max(signals)
         set_stage(state.gpt, progress(hp, state.step, elapsed_ms))
         time_is_up = cap_ms > 0 and elapsed_ms >= cap_ms
         if state.step >= hp.iterations or time_is_up:
@@ -1077,7 +1083,6 @@ def warm_up(state: TrainingState) -> None:
     """Take WARMUP_STEPS steps to compile, off the clock. They train nothing: all is restored."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
-    set_schedule(state.optimizers, 1.0, muon_momentum(state.hp, 0))
     # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
     num_steps = max(wanted, int(dist.is_initialized()))
     # Visit each stage (loops, lengths of the context), so that the training compiles nothing.
@@ -1089,9 +1094,6 @@ def warm_up(state: TrainingState) -> None:
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
         set_stage(state.gpt, starts[(step - 1) * len(starts) // num_steps])
         train_step(state)
-        for name, param in state.gpt.named_parameters():  # else DDP fails in the next step
-            if param.requires_grad and param.grad is None:
-                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
     state.load_state_dict(start)
@@ -1214,8 +1216,6 @@ def final_losses(model: nn.Module, validation: Validation, runtime: "Runtime") -
     return evaluate(model, tokens, stride, hp, runtime, hints)
 
 
-# Scores are in bits per byte (BPB): cross-entropy in bits over the bytes of the text. For more
-# context, windows may begin EVAL_STRIDE tokens apart. Each target counts in its first window.
 def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     """UTF-8 bytes of tokens[1:]. A leading space does not count after a token without text."""
     ids = [*range(tokenizer.vocab_size())]
@@ -1836,20 +1836,7 @@ def finish(state: TrainingState, validation: Validation) -> int:
         runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
         signal.raise_signal(state.signum)
     pre_quant_loss = validate(state, validation)
-    train_ms = state.stopwatch.elapsed_ms()
-    if state.step < hp.iterations:
-        end = f"train_time:{train_ms:.0f}ms step:{state.step}/{hp.iterations}"
-        runtime.log(f"stopping_early: wallclock_cap {end}")
-    if runtime.world_size > 1:
-        own = binascii.crc32(serialize(state.gpt.state_dict()))
-        same = all(runtime.gather(own == checksums[WEIGHTS]))
-        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
-    if state.skipped_steps > 0:
-        runtime.log(f"WARNING: {state.skipped_steps} steps skipped: fp16 gradients not finite")
-    if runtime.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
-    runtime.log(report)
+    log_end(state, checksums[WEIGHTS], report)
     load_weights(state.gpt, artifact, "the exported artifact")
     started = time.perf_counter()
     loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
@@ -1858,7 +1845,7 @@ def finish(state: TrainingState, validation: Validation) -> int:
         "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
         "pre_quant_val_loss": pre_quant_loss,
         "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
-        "steps": state.step, "train_ms": train_ms,
+        "steps": state.step, "train_ms": state.stopwatch.elapsed_ms(),
         "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
         "crc32": checksums, "gptq_ms": gptq_ms,
     }  # fmt: skip
@@ -1899,6 +1886,8 @@ LORA_LAYERS = ("c_q", "c_k", "c_v", "proj", "fc", "lm_head")  # layers that LORA
 def parse_knob(name: str, kind: type, text: str) -> Any:
     if kind == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
+    if kind is str:
+        return os.path.expanduser(text)  # `env RESUME=~/a.pt`
     try:
         value = {"0": False, "1": True}[text] if kind is bool else kind(text)
     except (KeyError, TypeError, ValueError):
@@ -1920,13 +1909,14 @@ def read_knobs(cls: type, environ: Mapping[str, str]) -> Hyperparameters:
         if name.upper() in texts:
             values[name] = parse_knob(name, kind, texts[name.upper()])
     hp = cls(**values)
-    hp.check()
+    check_knobs(hp)
     if hp.resume == "auto" and "RUN_ID" not in environ:
         raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
     return hp
 
 
 def check_knobs(hp: Hyperparameters) -> None:
+    """Raise InputError for the first invalid knob."""
     H, T = hp.num_heads, hp.train_seq_len
     unit = hp.batch_slots * T
     units = f"{unit}: BATCH_SLOTS={hp.batch_slots} times TRAIN_SEQ_LEN={T}"
@@ -2002,7 +1992,8 @@ class Log:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
-            print(source.decode(), "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
+            text = source.decode(errors="backslashreplace")
+            print(text, "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
         except OSError as error:
             raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
         self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -2136,14 +2127,14 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
     auto = "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     dtype = DTYPES[auto if hp.dtype == "auto" else hp.dtype]
     compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
-    return Runtime(rank, world_size, device, dtype, compiled, Path(__file__).read_bytes())
+    return Runtime(rank, world_size, device, dtype, compiled, SOURCE or Path(__file__).read_bytes())
 
 
 def compare_ranks(hp: Hyperparameters, runtime: Runtime) -> None:
     """Raise InputError if ranks differ in script, knobs, dtype, torch or sizes of data files."""
     may_differ = ("run_id", "output_dir", "data_path", "tokenizer_path", "resume")
     facts = {knob.upper(): value for knob, value in asdict(hp).items() if knob not in may_differ}
-    facts |= {"train_gpt.py": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
+    facts |= {"the script": runtime.source, "dtype": runtime.dtype, "torch": torch.__version__}
     paths = filter(os.path.isfile, [*glob.glob(hp.files("*")), hp.tokenizer_path])
     facts["data files"] = sorted((os.path.basename(path), os.path.getsize(path)) for path in paths)
     first, *others = runtime.gather(facts)
@@ -2245,9 +2236,7 @@ def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
         problem = " ".join(str(error).split())[:300].rstrip(" ,")
-        advice = (
-            "use its run's knobs (final_result.json) and script (logs/RUN_ID.txt begins with it)"
-        )
+        advice = "use its run's knobs (final_result.json) and script (its log begins with it)"
         raise InputError(f"{name} does not fit: {advice}: {problem}") from None
 
 
@@ -2263,7 +2252,7 @@ def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
 
 def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
     """Write a temporary file and rename it. If that fails, log a warning and return False."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
@@ -2279,17 +2268,29 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
         return False
 
 
-def move_older_files(hp: Hyperparameters, log: Log) -> None:
-    """Move an older run's files, if any, to previous/, as a set: first of all its score."""
-    paths = [Path(hp.output_dir, name) for name in (RESULT, ARTIFACT, WEIGHTS)]
-    has_model = any(path.is_file() for path in paths[1:])  # else only a score; its model moved
+def read_result(folder: Path) -> dict[str, Any]:
+    """A run's final_result.json, or {} if it cannot be read."""
     try:
-        for path in paths:
-            kept = path.parent / "previous" / path.name
+        return dict(json.loads(Path(folder, RESULT).read_bytes()))
+    except (OSError, TypeError, ValueError):
+        return {}
+
+
+def move_older_files(hp: Hyperparameters, log: Log) -> None:
+    """Move an older run's files to previous/, as a set. A set without a score must not replace one
+    with a score: it stays until the next model is written over it."""
+    folder, previous = Path(hp.output_dir), Path(hp.output_dir, "previous")
+    result = read_result(folder)
+    if result.get("val_loss") is None and read_result(previous).get("val_loss") is not None:
+        return
+    try:
+        for name in (WEIGHTS, ARTIFACT, RESULT):  # the score last: then a cut move can go on
+            path, kept = folder / name, previous / name
             if path.is_file():
                 os.renames(path, kept)
-            elif has_model:
-                kept.unlink(missing_ok=True)
+            elif result and kept.is_file():
+                if binascii.crc32(kept.read_bytes()) != result.get("crc32", {}).get(name):
+                    kept.unlink()  # of an older run
     except OSError as error:
         log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
 
@@ -2323,17 +2324,28 @@ def write_model(state: TrainingState) -> tuple[bytes, str, float, dict[str, int]
 
 
 # ---- Checkpoints ----------------
-OPTIMIZER_KNOBS = ("lr", "base_lr", "betas", "eps", "backend_steps", "weight_decay")  # this run's
+OPTIMIZER_KNOBS = "params names lr base_lr betas eps backend_steps weight_decay".split()
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
-    """Restore a saved state_dict, except OPTIMIZER_KNOBS. keep_dtypes: undo torch's cast."""
-    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
-    groups = [old | {key: new[key] for key in OPTIMIZER_KNOBS if key in new} for new, old in pairs]
-    optimizer.load_state_dict({**saved, "param_groups": groups})
+    """Restore a saved state_dict by parameters' names. keep_dtypes: undo torch's cast."""
+    new = optimizer.state_dict()
+    by = "names" if "names" in saved["param_groups"][0] else "params"  # older ones: by number
+    names = [name for group in new["param_groups"] for name in group[by]]
+    saved_names = [name for group in saved["param_groups"] for name in group[by]]
+    if moved := {*names} ^ {*saved_names}:
+        problem = f"the checkpoint's {type(optimizer).__name__} differs in {moved.pop()}"
+        raise InputError(f"{problem}: use its CONTROL_TENSOR_NAME_PATTERNS and OPTIMIZER_GROUPS")
+    saved_groups = {name: group for group in saved["param_groups"] for name in group[by]}
+    for group in new["param_groups"]:
+        old = saved_groups[group[by][0]]
+        group |= {key: value for key, value in old.items() if key not in OPTIMIZER_KNOBS}
+    numbers = [saved_names.index(name) for name in names]
+    new["state"] = {i: saved["state"][n] for i, n in enumerate(numbers) if n in saved["state"]}
+    optimizer.load_state_dict({**saved, **new})
     if keep_dtypes:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        for i, values in saved["state"].items():
+        for i, values in new["state"].items():
             state = optimizer.state[params[i]]
             state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
@@ -2386,12 +2398,6 @@ def load_checkpoint(state: TrainingState) -> None:
         log(f"WARNING: {', '.join(dropped)} of {path} is dropped: this script does not have it")
     old = saved["knobs"] | {"train_shards": saved["shards"], "resume": ""}
     new = own["knobs"] | {"train_shards": own["shards"], "resume": ""}
-    patterns = "control_tensor_name_patterns"  # they decide which optimizer has a parameter
-    for name, param in state.gpt.named_parameters():
-        was_control = is_control_tensor(name, old.get(patterns, new[patterns]))
-        is_matrix = param.ndim == 2 and name.startswith("blocks.") and name in saved["model"]
-        if is_matrix and was_control != is_control_tensor(name, new[patterns]):
-            raise InputError(f"{path} has other {patterns.upper()}: set them")
     changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
     state.load_state_dict(saved, str(path))
     log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
@@ -2443,10 +2449,31 @@ def log_warnings(validation: Validation, runtime: Runtime) -> None:
         text = usual_names.get(name.upper(), name.upper())
         for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):
             runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if runtime.world_size == 1 and os.environ.get(name, "1") != "1":
+            runtime.log(f"WARNING: {name}={os.environ[name]}, but this run is alone: use torchrun")
     if not validation.is_tokenizer_right:
         runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
     if validation.hp.device == "auto" and runtime.device.type == "cpu" and torch.version.cuda:
         runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
+
+
+def log_end(state: TrainingState, checksum: int, report: str) -> None:
+    """Log why training ended, and what it left. checksum: of the weights on the disk."""
+    hp, runtime = state.hp, state.runtime
+    if state.step < hp.iterations:
+        end = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms step:{state.step}/{hp.iterations}"
+        runtime.log(f"stopping_early: wallclock_cap {end}")
+    if runtime.world_size > 1:
+        own = binascii.crc32(serialize(state.gpt.state_dict()))
+        same = all(runtime.gather(own == checksum))
+        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
+    if state.skipped_steps > 0:
+        runtime.log(f"WARNING: {state.skipped_steps} steps skipped: fp16 gradients not finite")
+    if runtime.device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        runtime.log(f"peak memory allocated: {allocated >> 20} MiB reserved: {reserved >> 20} MiB")
+    runtime.log(report)
 
 
 def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:

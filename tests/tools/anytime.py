@@ -3,7 +3,9 @@
 A gain is the baseline's loss minus the candidate's, in two runs with the same seed. A t-test at
 0.01, repeated after each of 2 to 30 pairs, calls 7 % of useless changes better. The evidence here
 is a test martingale: at most 5 % of them ever reach 20, and 1 % reach 100 (Ville, 1939). It assumes
-that gains are roughly normal. Needs pip install scipy."""
+that gains are roughly normal, without rare disasters: a useless change that gains 1 in nine of ten
+pairs and loses 9 in the tenth, as if it sometimes diverged, reaches 20 in two thirds of simulated
+experiments of 16 pairs; a picture of more pairs shows it. Needs pip install scipy."""
 
 import math
 from collections.abc import Sequence

@@ -7,6 +7,7 @@ Knobs come from the environment. Both sides get the same weights, random tokens 
 turns, so that other load on the machine slows both. The last line, the ratio, is the result."""
 
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -42,31 +43,83 @@ def measure(steps: dict[str, Callable], rounds: int, device: torch.device) -> di
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
-def model_flops(gpt: torch.nn.Module) -> int:
-    """FLOPs per token, forward and backward: 6 N + 6 L T D. N: parameters without an untied
-    embedding. Causal attention looks at T/2 tokens on average."""
+def product_rate(runtime: train_gpt.Runtime) -> float:
+    """TFLOP/s of a large product of matrices, in the dtype of activations."""
+    size = 8192 if runtime.device.type == "cuda" else 128
+    a, b = torch.randn(2, size, size, device=runtime.device, dtype=runtime.dtype)
+    ms = measure({"product": lambda: a @ b}, 20, runtime.device)["product"]
+    return 2e-9 * size**3 / ms
+
+
+def model_flops(gpt: torch.nn.Module) -> dict[str, int]:
+    """FLOPs per token, forward and backward: 6 N in matrix products, 6 L T D in attention. N:
+    parameters without an untied embedding. Causal attention looks at T/2 tokens on average."""
     hp, params = gpt.hp, sum(param.numel() for param in gpt.parameters())
     lookup = 0 if hp.tie_embeddings else gpt.tok_emb.weight.numel()
-    return 6 * (params - lookup) + 6 * hp.num_layers * hp.train_seq_len * hp.model_dim
+    attention = 6 * hp.num_layers * hp.train_seq_len * hp.model_dim
+    return {"matrix products": 6 * (params - lookup), "attention": attention}
 
 
-def list_kernels(step: Callable, device: torch.device) -> list[str]:
-    """The ten kernels (on a CPU: operators) that take most time in a step."""
+# A kernel counts in the first class that has a part of its name.
+CLASSES = {
+    "attention": r"flash|sdpa|fmha|attention|dot_do_o|convert_dq",  # cuDNN's and PyTorch's
+    # cuBLAS's, also for sums of split products; Inductor's templates
+    "matrix products": r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|triton_tem",
+    # Inductor's, and PyTorch's own
+    "elementwise": r"triton|elementwise|reduce|multi_tensor|norm|softmax|CatArray",
+    "the rest": "",
+}
+
+
+def profile_kernels(step: Callable) -> list[tuple[float, int, str]]:
+    """Milliseconds, number of calls and name of each kernel that a step launches on the GPU."""
     with torch.profiler.profile(acc_events=True) as profile:
         step()
-        torch.get_device_module(device).synchronize()
-    name = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+        torch.cuda.synchronize()
     events = [e for e in profile.key_averages() if not e.is_user_annotation]
-    events = [e for e in events if e.device_type.name.lower() == device.type]
-    events.sort(key=lambda event: -getattr(event, name))
-    return [f"{getattr(e, name) / 1000:9.2f} ms {e.count:5} x `{e.key[:80]}`" for e in events[:10]]
+    events = [e for e in events if e.device_type.name == "CUDA"]
+    return [(event.self_device_time_total / 1000, event.count, event.key) for event in events]
+
+
+def list_kernels(kernels: list[tuple[float, int, str]], flops_ms: dict[str, float]) -> list[str]:
+    """The ten that take most time, then the sum of each class and its share. flops_ms: the time
+    that a class's FLOPs take at the rate of a large product."""
+    lines, sums = [], dict.fromkeys(CLASSES, 0.0)
+    for ms, count, name in sorted(kernels, reverse=True):
+        lines.append(f"{ms:9.2f} ms {count:5} x `{name[:80]}`")
+        kind = next(kind for kind, part in CLASSES.items() if re.search(part, name, re.I))
+        sums[kind] += ms
+    del lines[10:]
+    for kind, ms in sums.items():
+        line = f"{ms:9.2f} ms {100 * ms / sum(sums.values()):5.1f} % {kind}"
+        if kind in flops_ms:
+            line += f", whose FLOPs take {flops_ms[kind]:.2f} ms at the rate of a large product"
+        lines.append(line)
+    return lines
+
+
+def plain_steps(state: train_gpt.TrainingState) -> Callable[[], float]:
+    """Return a step of the plain implementation that starts with the same weights."""
+    hp, runtime = state.hp, state.runtime
+    plain_gpt = plain_model = plain.PlainGPT.like(state.gpt, hp).to(runtime.device)
+    optimizers = plain.PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
+    if runtime.compiled:
+        plain_model = torch.compile(plain_gpt, dynamic=False)
+        plain.newton_schulz = torch.compile(plain.newton_schulz, dynamic=False)
+    if dist.is_initialized():
+        plain_model = DistributedDataParallel(plain_model)
+    slot = hp.train_batch_tokens // hp.batch_slots
+    slots = plain.batches(state.loader.stream.paths, runtime.device, slot, hp.train_seq_len)
+    A = hp.batch_slots // runtime.world_size
+    return lambda: plain.plain_step(plain_model, optimizers, slots, A)
 
 
 def main() -> int:
     parser = start_program(__doc__)
     parser.add_argument("--rounds", type=number(int, 1), default=15, help="timed steps (15)")
     parser.add_argument("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
-    parser.add_argument("--kernels", action="store_true", help="list the ten that take most time")
+    parser.add_argument("--kernels", action="store_true", help="on a GPU: the slowest, classes")
+    parser.add_argument("--alone", action="store_true", help="do not time the plain implementation")
     args = parser.parse_args()
     if args.without_cudnn:
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -86,28 +139,23 @@ def main() -> int:
                 train_gpt.train_step(state)
             mebibytes = torch.cuda.max_memory_allocated() >> 20
             report(f"memory   {mebibytes:9} MiB at the trainer's peak")
-        plain_gpt = plain_model = plain.PlainGPT.like(state.gpt, hp).to(runtime.device)
-        optimizers = plain.PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
-        if runtime.compiled:
-            plain_model = torch.compile(plain_gpt, dynamic=False)
-            plain.newton_schulz = torch.compile(plain.newton_schulz, dynamic=False)
-        if dist.is_initialized():
-            plain_model = DistributedDataParallel(plain_model)
-        slot = hp.train_batch_tokens // hp.batch_slots
-        slots = plain.batches(state.loader.stream.paths, runtime.device, slot, hp.train_seq_len)
-        A = hp.batch_slots // runtime.world_size
-        steps = {
-            "trainer": lambda: train_gpt.train_step(state),
-            "plain": lambda: plain.plain_step(plain_model, optimizers, slots, A),
-        }
+        steps = {"trainer": lambda: train_gpt.train_step(state)}
+        if not args.alone:
+            steps["plain"] = plain_steps(state)
         times = measure(steps, args.rounds, runtime.device)
-        for line in list_kernels(steps["trainer"], runtime.device) if args.kernels else ():
-            report(line)
+        flops = model_flops(state.gpt)
+        flops = {kind: value * hp.train_batch_tokens for kind, value in flops.items()}
+        if args.kernels and runtime.device.type == "cuda":
+            rate = 1e9 * product_rate(runtime) * runtime.world_size  # FLOPs in a millisecond
+            flops_ms = {kind: value / rate for kind, value in flops.items()}
+            for line in list_kernels(profile_kernels(steps["trainer"]), flops_ms):
+                report(line)
         for name, ms in times.items():
             report(f"{name:8} {ms:9.1f} ms/step {1000 * hp.train_batch_tokens / ms:9.0f} tokens/s")
-        rate = model_flops(state.gpt) * hp.train_batch_tokens / times["trainer"] / 1e9
+        rate = sum(flops.values()) / times["trainer"] / 1e9
         report(f"model    {rate:9.2f} TFLOP/s, with 6 N + 6 L T D FLOPs per token")
-        report(f"ratio    {times['plain'] / times['trainer']:9.2f}x")
+        if not args.alone:
+            report(f"ratio    {times['plain'] / times['trainer']:9.2f}x")
     return 0
 
 

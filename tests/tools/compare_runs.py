@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 from typing import NoReturn
 
 import numpy as np
-from matplotlib import colormaps
+from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -31,8 +31,8 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import anytime
-from logs import Run, read_run
-from trained import existing_file, files, start_program
+from logs import Run, list_texts, read_run
+from trained import check_picture, existing_file, files, start_program
 
 # Facts in which all finished runs should agree; the first two depend on the tokenizer.
 SHARED_FACTS = ("data", "validation", "batch", "length", "time_limit", "stride")
@@ -89,12 +89,8 @@ def find_warnings(groups: list[Group]) -> list[str]:
     warnings, facts = [], SHARED_FACTS
     if list_different(runs, "tokenizer"):  # then compare the bytes of the validation texts
         facts = SHARED_FACTS[2:]
-        known = [r for r in runs if "val_tokens" in r.figures and r.bpb_per_nat > 0]
-        sizes = [r.figures["val_tokens"] / r.bpb_per_nat / math.log(2) for r in known] or [0.0]
-        windows = [r.figures.get("seq_len", 0) / r.bpb_per_nat / math.log(2) for r in known] or [0]
-        # A tokenizer leaves out less than a window at the end of the split; that text may be dense.
-        if max(sizes) - min(sizes) > 0.001 * max(sizes) + 2 * max(windows):
-            texts = f"{min(sizes):,.0f} to {max(sizes):,.0f} bytes"
+        texts = list_texts(runs)
+        if texts:
             warnings.append(f"the runs differ in validation text: {texts}")
     for fact in facts:
         if values := list_different(runs, fact):
@@ -109,16 +105,18 @@ def find_warnings(groups: list[Group]) -> list[str]:
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-def pair_by_seed(sides: list[list[Run]]) -> list[tuple[Run, Run]]:
-    """Pair all runs of the smaller side by their seed. Returns [] if a seed is missing or repeated,
-    or if the scripts differ: in another script, the same seed gives other weights."""
+def pair_by_seed(sides: list[list[Run]]) -> tuple[list[tuple[Run, Run]], str]:
+    """Pair all runs of the smaller side by their seed. Returns [] and the reason if a seed is
+    missing or repeated, or if the scripts differ: the same seed then gives other weights."""
     first, second = ({run.facts.get("seed", ""): run for run in side} for side in sides)
     seeds = sorted(first.keys() & second.keys() - {""}, key=int)
-    has_repeats = len(first) + len(second) < sum(map(len, sides))
-    is_partial = len(seeds) < min(map(len, sides))
-    if has_repeats or is_partial or list_different(sum(sides, []), "score"):
-        return []
-    return [(first[seed], second[seed]) for seed in seeds]
+    if list_different(sum(sides, []), "score"):
+        return [], "the scripts differ"
+    if len(first) + len(second) < sum(map(len, sides)):
+        return [], "a seed occurs twice on a side"
+    if len(seeds) < min(map(len, sides)):
+        return [], "the sides have other seeds"
+    return [(first[seed], second[seed]) for seed in seeds], "both sides have these seeds"
 
 
 def run_welch(groups: list[Group], unit: str, by: float, alpha: float) -> tuple[bool, str]:
@@ -146,15 +144,19 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
         advice = "score all runs with the same EVAL_STRIDE"
         return 2, f"not tested: SCORES OF DIFFERENT STRIDES ({strides}): {advice}"
     unit = common_unit(runs, tolerance=1e-6)
-    if pairs := pair_by_seed(sides):
+    pairs, reason = pair_by_seed(sides)
+    if pairs:
+        rule = "evidence of pairs"
         figure = anytime.SCORES[unit]
         gains = [a.figures[figure] - b.figures[figure] for a, b in pairs]
         is_shown = anytime.verdict(gains, by, alpha) == "better"
         text = f"{len(pairs)} pairs of one seed: {anytime.describe(gains, unit, by, alpha)}\n"
         text += f"  {anytime.describe_evidence(gains, by, alpha)}"
     else:
+        rule = "Welch's t-test"
         is_shown, text = run_welch(groups, unit, by, alpha)
-    return int(not is_shown), f"baseline minus candidate:\n{text}"
+    rule = f"rule: {rule}, level {alpha:g}, as {reason}; baseline minus candidate:"
+    return int(not is_shown), f"{rule}\n{text}"
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -195,12 +197,11 @@ def format_report(groups: list[Group], verdict: str) -> str:
 
 
 # ---- the picture ---------------------------------------------------------------------------------
-def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
-    """Draw training losses as lines and validation losses as points, a color for each group."""
-    curves, many = [], np.linspace(0, 1, len(groups))
-    colors = colormaps["turbo"](many) if len(groups) > 10 else colormaps["tab10"].colors
-    for group, color in zip(groups, colors, strict=False):
-        style = {"linewidth": 0.9, "alpha": 0.7, "markersize": 4, "color": to_hex(color)}
+def draw_curves(axes: Axes, groups: list[Group], colors: list[str], unit: str) -> None:
+    """Draw training losses as lines and validation losses as points."""
+    curves = []
+    for group, color in zip(groups, colors, strict=True):
+        style = {"linewidth": 0.9, "alpha": 0.7, "markersize": 4, "color": color}
         style["marker"] = "x" if group.name == "candidate" else "o"
         axes.plot([], [], label="x", **style)  # for the legend
         for run in group.runs:
@@ -210,6 +211,10 @@ def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
                 if losses:
                     curves.append({step: factor * loss for step, loss in losses.items()})
                     axes.plot([*curves[-1]], [*curves[-1].values()], **style | {absent: "None"})
+            if run.train and run.val:  # the log may lack the last step's training loss
+                ends = [max(run.train), max(run.val)]
+                losses = [factor * run.train[ends[0]], factor * run.val[ends[1]]]
+                axes.plot(ends, losses, linestyle=":", **style | {"marker": "None"})
     # The losses of the first fifth would flatten the rest. The last loss of a shorter run stays in
     # view, unless that run has hardly begun.
     end = max(step for losses in curves for step in losses)
@@ -222,32 +227,52 @@ def draw_curves(axes: Axes, groups: list[Group], unit: str) -> None:
     title = "training (lines) and validation (points)"
     if unit != "nats":  # tokenizers differ, and no log has the bytes of the training text
         title = "validation (points), training (lines, with validation's bytes per token)"
-    if any(loss > high for losses in curves for loss in losses.values()):
-        title += "; the first steps are above"
     axes.set_title(title, fontsize="medium")
     axes.set(xlabel="step", ylabel=f"loss in {unit}", ylim=(low, high))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
 
 
+def draw_scores(axes: Axes, groups: list[Group], colors: list[str], unit: str) -> None:
+    """Draw the final losses, a dot for each run. Lines join the pairs of two sides."""
+    figure = anytime.SCORES[unit]
+    for x, (group, color) in enumerate(zip(groups, colors, strict=True)):
+        losses = group.values(figure)
+        axes.plot([x] * len(losses), losses, "o", color=color)
+    if [group.name for group in groups] == ["baseline", "candidate"]:
+        for pair in pair_by_seed([group.finished for group in groups])[0]:
+            losses = [run.figures[figure] for run in pair]
+            axes.plot([0, 1], losses, color="gray", linewidth=0.8, zorder=0)
+    axes.set(xlim=(-0.5, len(groups) - 0.5), xticks=[])
+    axes.set_title(f"final losses in {unit}", fontsize="medium")
+    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.grid(alpha=0.3)
+
+
 def draw(groups: list[Group]) -> Figure:
     """Draw the losses of each side, or of each run, best score first."""
+    rcParams["text.usetex"] = False  # a user's matplotlibrc may set it
     runs = [run for group in groups for run in group.runs if run.train or run.val]
     unit = common_unit(runs, tolerance=1e-3)
-    legend = {"loc": "outside right upper", "fontsize": "small", "frameon": False}
+    legend = {"loc": "outside lower center", "fontsize": "small", "frameon": False}
     if groups[0].name == "runs":
         runs.sort(key=lambda run: run.figures.get("val_bpb", math.inf))
         scores = ["" if run.unfinished else f": {run.figures['val_bpb']:.4f}" for run in runs]
         groups = [Group(run.name + score, [run]) for run, score in zip(runs, scores, strict=True)]
         legend |= {"title": "score in bits per byte", "title_fontsize": "small"}
-    height = max(4.5, 0.2 * len(groups))  # in inches: a group has a line in the legend
+    many = np.linspace(0, 1, len(groups))
+    colors = colormaps["turbo"](many) if len(groups) > 10 else colormaps["tab10"].colors
+    colors = [to_hex(color) for color in colors[: len(groups)]]
+    legend["ncols"] = max(1, 120 // (max(len(group.name) for group in groups) + 8))
+    height = 4.5 + 0.2 * math.ceil(len(groups) / legend["ncols"])  # in inches
     figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.add_subplot()
-    draw_curves(axes, groups, unit)
+    axes = figure.add_subplot(1, 4, (1, 3))
+    draw_curves(axes, groups, colors, unit)
     known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
     if unit == "nats" and known:
         limits = [known[0] * loss for loss in axes.get_ylim()]
         axes.twinx().set(ylim=limits, ylabel="bits per byte")
+    draw_scores(figure.add_subplot(1, 4, 4), groups, colors, unit)
     for text, group in zip(figure.legend(**legend).get_texts(), groups, strict=True):
         text.set(text=group.name, parse_math=False)  # also a name that begins with _ or has two $
     return figure
@@ -264,7 +289,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--candidate", nargs="+", help="to be tested", **logs)
     parser.add_argument("--by", type=by, default=0.005, help="nats or bits per byte (0.005)")
     parser.add_argument("--alpha", type=alpha, default=0.01, help="level (0.01)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw into an .svg or .png")
+    parser.add_argument("--picture", type=files.path, metavar="FILE", help="an .svg or .png")
     args = parser.parse_args(arguments)
     if not (args.logs or args.baseline or args.candidate):
         logs = sorted(Path("logs").glob("*.txt"), key=os.path.getmtime)
@@ -272,10 +297,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if not args.logs:
             parser.error("there is no log in logs/: name the LOG files")
         args.picture = args.picture or args.logs[0].with_suffix(".png")
-    if args.picture and args.picture.suffix not in (".svg", ".png"):
-        parser.error(f"--picture {args.picture} must end in .svg or .png")
     if bool(args.logs) == bool(args.baseline) or (args.candidate and not args.baseline):
         parser.error("give either logs, or --baseline and perhaps --candidate")
+    inputs = args.logs + (args.baseline or []) + (args.candidate or [])
+    check_picture(parser, args.picture, inputs)
     sides = {"runs": args.logs, "baseline": args.baseline, "candidate": args.candidate}
     try:
         groups = [Group(name, [*map(read_run, paths)]) for name, paths in sides.items() if paths]

@@ -17,7 +17,7 @@ from sentencepiece import SentencePieceProcessor
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 from logs import read_run
-from trained import existing_file, start_program
+from trained import existing_file, files, start_program
 
 # Text stays text, with one font name; the file is the same each time.
 rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.sans-serif": "DejaVu Sans"})
@@ -26,8 +26,10 @@ rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.sans-serif": 
 def main() -> None:
     parser = start_program(__doc__)
     parser.add_argument("log", type=existing_file)
-    parser.add_argument("picture", type=Path, help="the .svg to write")
+    parser.add_argument("picture", type=files.path, help="the .svg to write")
     args = parser.parse_args()
+    if args.picture.suffix != ".svg":  # perhaps the log
+        parser.error(f"argument picture: {args.picture} must end in .svg")
     run = read_run(args.log)
     steps, bpb = [*run.val], [run.bpb_per_nat * loss for loss in run.val.values()]
     sp = SentencePieceProcessor(model_file="data/tokenizers/demo_1024_bpe.model")

@@ -22,11 +22,14 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 from statistics import fmean
+from types import ModuleType
 
 import torch
 
@@ -35,32 +38,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 import anytime
 import ledger
 from jobs import Run, Side, train
-from logs import read_script
-from trained import OWN, RECORD, SCRIPT, existing_file, files, load_script, unknown_knobs
+from logs import list_texts, read_run, read_script
+from trained import OWN, RECORD, SCRIPT, check_picture, existing_file, files, load_script
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
+# A hook of git has these variables, and they may name another repository.
+HOOK = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+SCORING_KNOBS = ("EVAL_STRIDE", "MAX_VAL_TOKENS")
+PIECE = 2**18  # bytes; 16 of these tell data files apart
 
 
 # ---- the two sides -------------------------------------------------------------------------------
-def git(script: Path, *words: str) -> bytes:
-    """The output of git in the script's folder; b"" without git or a commit."""
+def git(script: Path, *words: str) -> tuple[bytes, str]:
+    """Run git in the script's folder. Returns its output and its error, or the shell's: no git."""
     command = shlex.join(["git", "-C", str(script.resolve().parent), *words])
-    # A hook of git has GIT_DIR, which names another folder or repository.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    return subprocess.run(command, shell=True, capture_output=True, env=environ).stdout
+    environ = {name: value for name, value in os.environ.items() if name not in HOOK}
+    result = subprocess.run(command, shell=True, capture_output=True, env=environ)
+    return result.stdout, " ".join(result.stderr.decode(errors="replace").split())
 
 
 def read_source(path: Path) -> bytes:
     """Read a script, or take it out of the log of a run. Raises ValueError if it imports a module
     from its folder, which experiment.py does not compare."""
-    source = read_script(path)
+    source, folder = read_script(path), str(path.resolve().parent)
     nodes = [*ast.walk(ast.parse(source, str(path)))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     for name in sorted({name.split(".")[0] for name in names} - {""}):
-        spec = PathFinder.find_spec(name, [str(path.resolve().parent)])
-        if spec and spec.origin:
+        # A folder without __init__.py, such as wandb/, counts if no installed module has its name.
+        spec = PathFinder.find_spec(name, [folder, *sys.path])
+        places = [spec.origin or "", *(spec.submodule_search_locations or [])] if spec else []
+        if any(place.startswith(os.path.join(folder, name)) for place in places):
             raise ValueError(f"{path} imports {name}, a module next to it: put it into the script")
     return source
 
@@ -70,10 +79,13 @@ def read_sources(args: Namespace) -> tuple[list[bytes], str]:
     candidate = baseline = read_source(args.script)
     if args.base:
         baseline = read_source(args.base)
-    elif not args.set:
-        baseline = git(args.script, "show", f"HEAD:./{args.script.resolve().name}")
-    if not baseline:
-        raise ValueError(f"the last commit has no {args.script.name}: name a baseline with --base")
+    elif not args.set and args.script.suffix == ".py":  # a log has no older version
+        name = args.script.resolve().name
+        # As in a checkout: filters and line ends may change what git stores.
+        baseline, problem = git(args.script, "cat-file", "--filters", f"HEAD:./{name}")
+        if not baseline:
+            advice = "name an unedited copy with --base FILE, or work in a clone"
+            raise ValueError(f"no committed {name} to compare with: {problem}: {advice}")
     texts = [importlib.util.decode_source(source).splitlines() for source in (baseline, candidate)]
     diff = difflib.unified_diff(*texts, n=0)
     lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s#]", line)]
@@ -82,9 +94,22 @@ def read_sources(args: Namespace) -> tuple[list[bytes], str]:
     return [baseline, candidate], change
 
 
+def load_alone(path: Path) -> ModuleType:
+    """Load a script. Raises ValueError if that loads a module that is not installed, by importlib
+    or from a folder in sys.path."""
+    older = {*sys.modules}
+    script = load_script(path)
+    installed = {*older, *sys.stdlib_module_names, script.__name__}
+    for name in sorted({*sys.modules} - older):
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if name.split(".")[0] not in installed and "-packages" not in file and file[-3:] == ".py":
+            raise ValueError(f"{path} loads {name} from {file}: put it into the script")
+    return script
+
+
 def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Side:
     """Load a script and read its knobs. own: those of this side alone."""
-    source, script = read_source(path), load_script(path)
+    source, script = read_source(path), load_alone(path)
     preset = script.PRESETS.get(args.environ.get("PRESET"), {})
     # --quick keeps the shape of the preset's schedule.
     quick = {k: v for k, v in QUICK.items() if k != "WARMDOWN_FRAC" or k not in preset}
@@ -94,15 +119,16 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
     except script.InputError as error:
         raise ValueError(f"{name}: {error}") from None
     knobs = {knob: value for knob, value in asdict(hp).items() if knob not in (*OWN, "seed")}
-    # Variables that an edit reads by itself are knobs, too.
-    nodes = ast.walk(ast.parse(source))
+    # Variables that an edit reads by itself are knobs, too. pack.py's scripts have a text.
+    is_packed = b"linecache.cache[__file__]" in source
+    nodes = ast.walk(ast.parse(script.source if is_packed else source))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
     read = {k: environ[k] for k in sorted(environ) if k in texts and k != "_"}
     known = [*map(str.upper, knobs), *filter(str.isupper, read)]
     for knob in own.keys() - known:
         near = difflib.get_close_matches(knob.upper(), known, n=1, cutoff=0.85)
         advice = f"did you mean {near[0]}?" if near else "see `train_gpt.py --help`"
-        if RECORD.is_file() and not unknown_knobs(load_script(RECORD), {knob: ""}):
+        if RECORD.is_file() and hasattr(load_script(RECORD).Hyperparameters, knob.lower()):
             record = RECORD.relative_to(SCRIPT.parent)
             advice = f"it is a knob of {record}: add --script {record}"
         raise ValueError(f"{knob} is not a knob of the candidate: {advice}")
@@ -112,6 +138,16 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
     return Side(name, script, command, environ, hp, args.out, variables, facts)
 
 
+def checksum(path: Path) -> tuple[int, int]:
+    """Size and checksum of a file; of a large file, that of pieces spread over it."""
+    size, crc = path.stat().st_size, 0
+    with open(path, "rb") as file:
+        for place in range(0, size, max(PIECE, size // 16)):
+            file.seek(place)
+            crc = zlib.crc32(file.read(PIECE), crc)
+    return size, crc
+
+
 def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace) -> Side:
     """Copy the script, build the demo's data and name the side's folder."""
     path = args.out / f"{name}.py"
@@ -119,10 +155,22 @@ def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace)
     side = load_side(name, path, own, args)
     side.script.prepare_demo(side.hp, Namespace(log=str))
     paths = [*sorted(Path(side.hp.data_path).glob("*.bin")), Path(side.hp.tokenizer_path)]
-    sizes = [(path.name, path.stat().st_size) for path in paths if path.is_file()]
-    facts = [*side.facts, sizes, args.launch, torch.__version__]
+    data = {path.name: checksum(path) for path in paths if path.is_file()}
+    facts = [*side.facts, data, args.launch, torch.__version__]
     side.folder = args.out / hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    side.scored = {name: getattr(side.hp, name.lower(), 0) for name in SCORING_KNOBS}
+    side.scored["validation shards"] = [data[name] for name in data if "_val_" in name]
+    side.scored["tokenizer"] = data.get(Path(side.hp.tokenizer_path).name)
     return side
+
+
+def check_scores(old: Side, new: Side) -> None:
+    """Raise ValueError if scores of these sides cannot be compared."""
+    differ = [name for name in old.scored if old.scored[name] != new.scored[name]]
+    if "tokenizer" in differ:  # sizes of the texts are compared after the first pair
+        differ = [name for name in differ if name == "EVAL_STRIDE"]
+    if differ:
+        raise ValueError(f"scores with different {differ[0]} cannot be compared: use one for both")
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
@@ -152,6 +200,11 @@ class Experiment:
             # Nats per token cannot be compared between tokenizers.
             self.unit = "nats" if math.isclose(*per_nat, rel_tol=1e-6) else "bits per byte"
             self.gains.append(self.gain(pair))
+            if len(self.gains) == 1:
+                logs = [path for run in pair for path in run.folder.glob("logs/*.txt")]
+                texts = list_texts([*map(read_run, logs)])
+                if texts:
+                    raise ValueError(f"the sides are scored on different texts, of {texts}")
             self.judge()
             print(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}")
             is_new = pair[0].process or pair[1].process
@@ -178,10 +231,8 @@ class Experiment:
     def judge(self) -> None:
         """Write the verdict to the ledger, once there is a pair."""
         args, row = self.args, self.row
-        mean, (low, high) = (
-            fmean(self.gains or [math.nan]),
-            anytime.interval(self.gains, args.alpha),
-        )
+        mean = fmean(self.gains or [math.nan])
+        low, high = anytime.interval(self.gains, args.alpha)
         row |= {"gain": f"{mean:.5f}", "low": f"{low:.5f}", "high": f"{high:.5f}"}
         row["verdict"] = anytime.verdict(self.gains, args.by, args.alpha)
         row |= {"unit": self.unit, "pairs": str(len(self.gains))}
@@ -207,7 +258,12 @@ class Experiment:
         self.judge()
         if row["verdict"] == "not yet" and time.monotonic() > args.deadline:
             print("--minutes are over: the same command continues from here")
-        print(f"\ngain: {self}\n{anytime.describe_evidence(self.gains, args.by, args.alpha)}")
+        evidence = anytime.describe_evidence(self.gains, args.by, args.alpha)
+        print(f"\ngain: {self}\nrule: evidence of pairs, level {args.alpha:g}: {evidence}")
+        for knob in ("ITERATIONS", "TRAIN_BATCH_TOKENS", "MAX_WALLCLOCK_SECONDS"):
+            old, new = (getattr(run.side.hp, knob.lower(), 0) for run in self.pairs[0])
+            if old != new:
+                print(f"WARNING: the sides differ in {knob}: {old:g} and {new:g}")
         # Times can be compared if both runs of a pair were trained now.
         pairs = [(a, b) for a, b in self.pairs[: len(self.gains)] if a.process and b.process]
         ratios = [b.result()["ms_per_step"] / a.result()["ms_per_step"] for a, b in pairs]
@@ -253,10 +309,13 @@ class Experiment:
         sides = zip(*self.pairs[: len(self.gains)], strict=True)
         for option, runs in zip(("--baseline", "--candidate"), sides, strict=True):
             words += [option, *(f"{run.folder}/logs/seed-{run.seed}.txt" for run in runs)]
+        words += ["--by", f"{self.args.by:g}", "--alpha", f"{self.args.alpha:g}"]
         words += ["--picture", str(self.args.picture or "pairs.png")]
         if self.args.picture:
-            self.args.picture.parent.mkdir(parents=True, exist_ok=True)
-            subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL)
+            result = subprocess.run([sys.executable, *words], capture_output=True)
+            if b"\npicture: " not in result.stdout:
+                errors = result.stderr.decode(errors="replace").strip().splitlines()
+                print(f"WARNING: no picture: {errors[-1] if errors else result.returncode}")
         else:
             print(f"to draw the pairs:\n    {shlex.join(['python', *words])}")
 
@@ -269,12 +328,14 @@ def lock_folder(args: Namespace) -> None:
     os.set_inheritable(args.lock.fileno(), True)
     try:
         fcntl.flock(args.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ValueError(f"an experiment is running in {args.out}: wait, or set --out") from None
+    except OSError as error:
+        print(f"WARNING: {args.out} cannot be locked ({error}): start no second experiment there")
     data = args.out / "data"  # where the script looks for the demo's builder
-    if data.is_symlink():  # perhaps of another checkout
-        data.unlink()
-    if not data.exists():
+    with suppress(OSError):  # there is a folder, or the disk has no links
+        if data.is_symlink():  # perhaps of another checkout
+            data.unlink()
         data.symlink_to(SCRIPT.with_name("data"))
     num_gpus = 0 if os.environ.get("DEVICE") == "cpu" else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
@@ -309,14 +370,18 @@ def prepare(args: Namespace) -> Experiment:
     baseline = prepare_side("baseline", sources[0], {}, args)
     candidate = prepare_side("candidate", sources[1], args.own, args)
     if baseline.folder == candidate.folder:
-        raise ValueError(f"nothing to compare: edit {args.script}, or --set another value")
+        old = f"git show HEAD~1:./{os.path.relpath(args.script)} > old.py"
+        advice = f"If you committed the edit: {old}, and --base old.py"
+        problem = f"nothing to compare: edit {args.script}, or --set another value"
+        raise ValueError(f"{problem}. {advice}")
+    check_scores(baseline, candidate)
     given = [f"{k}={shlex.quote(os.environ[k])}" for k in baseline.variables if k in os.environ]
     args.command = " ".join([*given, args.command])
     print(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}")
     sides = {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
     seeds = choose_seeds(args, sides)
     print(f"seeds: {' '.join(map(str, seeds))}. Runs at a time: {args.jobs}")
-    commit = git(args.script, "rev-parse", "--short", "HEAD").decode().strip()
+    commit = git(args.script, "rev-parse", "--short", "HEAD")[0].decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
     row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in baseline.variables)
     row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
@@ -339,9 +404,9 @@ def parse(arguments: list[str]) -> Namespace:
     add("--by", type=number(float), default=0.0, metavar="N", help="gain that counts (0)")
     add("--alpha", type=level, default=anytime.ALPHA, metavar="P", help="risk per limit (0.05)")
     add("--jobs", type=number(int, 1), metavar="N", help="runs at a time (GPUs, or cores - 1)")
-    add("--out", type=Path, default=Path("out/experiments"), metavar="FOLDER")
+    add("--out", type=files.path, default=Path("out/experiments"), metavar="FOLDER")
     add("--minutes", type=number(float, 0), default=math.inf, metavar="N", help="then stop")
-    add("--picture", type=Path, metavar="FILE", help="draw the pairs into an .svg or .png")
+    add("--picture", type=files.path, metavar="FILE", help="draw the pairs into an .svg or .png")
     args = parser.parse_args(arguments)
     for word in args.set:
         if word.find("=") < 1:
@@ -350,8 +415,7 @@ def parse(arguments: list[str]) -> Namespace:
     for name in ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME"):
         if name in os.environ or name in args.own:
             parser.error(f"{name} is set for each run: unset it, and use --seeds and --out")
-    if args.picture and args.picture.suffix not in (".svg", ".png"):
-        parser.error(f"--picture {args.picture} must end in .svg or .png")
+    check_picture(parser, args.picture, [args.script, *filter(None, [args.base])])
     args.command = shlex.join(["python", os.path.relpath(__file__), *arguments])
     args.environ, args.ledger = dict(os.environ), args.out / "ledger.tsv"
     return args
@@ -371,7 +435,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("stopped: the same command continues from here", file=sys.stderr)
         return 130
     except SyntaxError as error:  # it names the script and the line
-        print(f"experiment.py: {error}: name a train_gpt.py without errors", file=sys.stderr)
+        print(f"experiment.py: {error}: fix it", file=sys.stderr)
     except (ValueError, OSError, SystemExit) as error:
         print(f"experiment.py: {error}", file=sys.stderr)
     except Exception:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ class Side:
     folder: Path
     variables: Sequence[str] = ()  # those of environ that decide a run
     facts: Sequence[Any] = ()  # what decides a run's loss, apart from the data
+    scored: dict[str, Any] = field(default_factory=dict)  # what decides which tokens are scored
 
 
 @dataclass(eq=False)
@@ -45,12 +46,15 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """Return final_result.json with ms_per_step, or None without a finite score so far."""
         path = self.folder / "final_result.json"
-        facts = json.loads(path.read_bytes()) if path.is_file() else {}
-        loss = facts.get("val_loss")  # null if it was not finite
         is_over = self.process is None or self.process.returncode == 0
-        if not is_over or loss is None or not math.isfinite(loss):
-            return None
-        return {**facts, "ms_per_step": facts["train_ms"] / max(facts["steps"], 1)}
+        try:
+            facts = json.loads(path.read_bytes()) if path.is_file() else {}
+            loss = facts.get("val_loss")  # null if it was not finite
+            if not is_over or loss is None or not math.isfinite(loss):
+                return None
+            return {**facts, "ms_per_step": facts["train_ms"] / max(facts["steps"], 1)}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}): delete it") from None
 
 
 def start(run: Run, running: list[Run], gpus: list[str]) -> None:

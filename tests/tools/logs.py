@@ -32,6 +32,9 @@ FACT_LINES = (
 )
 # Default RUN_IDs of this project and of the baseline. They do not tell what a run is.
 RANDOM_NAME = r"\d{6}-\d{6}-[0-9a-f]{4}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+HEADER = b"\n" + 100 * b"=" + b"\nRunning Python "  # follows a script in a log
+# A script's first line, which no log line can be: a comment, import, docstring, byte order mark.
+SCRIPT_START = re.compile(rb"(?m)^(?:\xef\xbb\xbf|#|(?:import|from)\s|[rRuU]?[\"'])")
 OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # this project's
 
 
@@ -85,6 +88,18 @@ def read_run(path: Path) -> Run:
     return run
 
 
+def list_texts(runs: list[Run]) -> str:
+    """Return the smallest and the largest size of the runs' validation texts, or "" if they may be
+    one text."""
+    known = [r for r in runs if "val_tokens" in r.figures and r.bpb_per_nat > 0]
+    sizes = [r.figures["val_tokens"] / r.bpb_per_nat / math.log(2) for r in known] or [0.0]
+    windows = [r.figures.get("seq_len", 0) / r.bpb_per_nat / math.log(2) for r in known] or [0]
+    # A tokenizer leaves out less than a window at the end of the split; that text may be dense.
+    if max(sizes) - min(sizes) <= 0.001 * max(sizes) + 2 * max(windows):
+        return ""
+    return f"{min(sizes):,.0f} to {max(sizes):,.0f} bytes"
+
+
 def read_script(path: Path) -> bytes:
     """The bytes of a script (.py), or of the last one in a log."""
     return path.read_bytes() if path.suffix == ".py" else script_of_log(path)
@@ -92,19 +107,22 @@ def read_script(path: Path) -> bytes:
 
 def script_of_log(path: Path) -> bytes:
     """Return the script of the last start in a log file, byte for byte. Raises ValueError if the
-    file has none."""
-    # The last header ends the script; earlier ones belong to earlier starts, or are text in the
-    # script. Nothing marks its beginning, but log lines before it are not Python.
-    before, _, _ = path.read_bytes().rpartition(b"\n" + 100 * b"=" + b"\nRunning Python ")
-    before = before[before.rfind(b"\n\xef\xbb\xbf") + 1 :]  # a byte order mark begins a script
-    lines = before.splitlines(keepends=True)
-    while lines:
-        script = b"".join(lines)
+    file has none, or one that this Python cannot parse."""
+    # The last header ends the script. Nothing marks its beginning: the file's first script begins
+    # the file, and a later one follows the log lines after the header before it. But that header
+    # may be text in the script: then what follows it does not parse.
+    before = path.read_bytes().rpartition(HEADER)[0]
+    if not before.strip():
+        raise ValueError(f"{path} has no script: name a script, or the logs/RUN_ID.txt of a run")
+    headers = reversed([*re.finditer(re.escape(HEADER), before)])
+    begins = [SCRIPT_START.search(before, header.end()) for header in headers]
+    errors = []
+    for begin in [*(match.start() for match in begins if match), 0]:
+        script = before[begin:]
         try:
-            ast.parse(script)
+            ast.parse(script, "script")
             return script
-        except SyntaxError as error:
-            del lines[: error.lineno or 1]
-        while lines and re.match(rb"\w+:\S", lines[0]):  # warmup_step:1/3 is Python, too
-            del lines[0]
-    raise ValueError(f"{path} has no script: name a script, or the logs/RUN_ID.txt of a run")
+        except (SyntaxError, ValueError) as error:
+            errors.append(error)
+    advice = "name another, or use the Python of its run"
+    raise ValueError(f"{path} has a script with a syntax error: {errors[0]}: {advice}")

@@ -54,17 +54,20 @@ def pack(path: Path, is_minified: bool = True) -> str:
 def main() -> None:
     parser = start_program(__doc__)
     parser.add_argument("script", type=existing_file)
-    parser.add_argument("packed", type=Path, help="the file to write")
+    parser.add_argument("packed", type=files.path, help="the file to write")
     parser.add_argument("--minify", action="store_true", help="remove comments and docstrings")
     args = parser.parse_args()
-    if args.script.resolve() == args.packed.resolve():
+    if args.packed.exists() and args.packed.samefile(args.script):
         parser.error(f"{args.packed} would overwrite its own source: name another file")
-    packed = pack(args.script, args.minify)
     try:
+        packed = pack(args.script, args.minify)
         files.write_file(args.packed, packed.encode())
     except OSError as error:
         parser.error(f"{error}: name another file")
-    print(f"{args.script}: {args.script.stat().st_size} bytes, {args.packed}: {len(packed)} bytes")
+    except (SyntaxError, ValueError) as error:
+        parser.error(str(error))
+    size = len(read_script(args.script))
+    print(f"{args.script}: {size} bytes, {args.packed}: {len(packed)} bytes")
 
 
 if __name__ == "__main__":

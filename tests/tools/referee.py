@@ -1,5 +1,6 @@
 """Check whether a score is fair: a decoder that has only the artifact could restore the text from a
-file of the size the score implies. Exit code 0: no rule is broken; 1: one is; 2: it could not run.
+file of the size the score implies. Exit code 0: no rule is broken; 1: one is; 2: it could not run;
+3: no rule is broken, but the first two, without which a score means nothing, were not both tested.
 
     python tests/tools/referee.py final_model.int8.ptz
     python tests/tools/referee.py final_model.int8.ptz --script edited.py --tokens 4096 --minutes 60
@@ -177,9 +178,11 @@ def check_order(case: Case) -> Finding:
     try:
         order.prepare()
     except CycleError as error:
-        circle = error.args[1][:7]
-        words = ", ".join(f"{i} {case.decode(text[max(i - 3, 0) : i + 1])!r}" for i in circle)
-        return False, f"{measured}; in a cycle, each on the one before: {words}"
+        last, *others = reversed(error.args[1])  # each place is needed by the one after it
+        words = repr(case.decode(text[max(last - 3, 0) : last + 1]))
+        needs = "".join(f", and for {i} you need {j}" for i, j in itertools.pairwise(others))
+        cycle = f"to decode place {last} ({words}) you need place {others[0]}{needs}"
+        return False, f"{measured}, in a cycle: {cycle}"
     return True, f"{measured}, none in a cycle; the bounds of documents count as known"
 
 
@@ -255,7 +258,12 @@ def check_bytes(case: Case) -> Finding:
         text = case.decode(document[:end]).encode()
         count += len(text) + len((tail if text else tail.removeprefix(SPACE)).replace(SPACE, b" "))
     own = round((len(tokens) - 1) / math.log(2) / case.validation.bits_per_byte(1.0))
-    return own == count, f"{count:,} in the decoded text, {own:,} in the score"
+    # To know where documents end, a decoder needs their lengths, none above the longest.
+    starts = np.flatnonzero(tokens == case.bos)
+    longest = np.diff(starts, prepend=0, append=len(tokens)).max()
+    most = len(starts) * math.log2(longest) / own
+    bounds = f"the bounds of {len(starts):,} documents, taken as known, cost at most {most:.4f} BPB"
+    return own == count, f"{count:,} in the decoded text, {own:,} in the score; {bounds}"
 
 
 def check_leaks(case: Case) -> Finding:
@@ -305,6 +313,7 @@ RULES = {
     "nothing leaked": check_leaks,
     "limits": check_limits,
 }
+DECIDING_RULES = [*RULES][:2]  # they forbid to look ahead
 
 
 def judge(case: Case) -> dict[str, tuple[str, str]]:
@@ -334,7 +343,12 @@ def run(args: Namespace) -> int:
     for rule, (verdict, measured) in findings.items():
         line = f"{rule:28} {verdict:11} {measured}"
         print(textwrap.fill(line, 111, subsequent_indent=41 * " "))
-    return int(any(verdict == "broken" for verdict, _ in findings.values()))
+    untested = [rule for rule, (verdict, _) in findings.items() if verdict == "not tested"]
+    if untested:
+        print(f"\nnot tested: {', '.join(untested)}")
+    if any(verdict == "broken" for verdict, _ in findings.values()):
+        return 1
+    return 3 if {*untested} & {*DECIDING_RULES} else 0
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -37,11 +37,13 @@ def main(arguments: list[str] | None = None) -> None:
     add("--tokens", type=number(int, 0), default=100, metavar="N", help="default: 100")
     add("--temperature", type=number(float, 0), default=0.8, help="0: the most likely token")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="another seed, another text")
-    add("--tokenizer", help="default: TOKENIZER_PATH of the run")
+    add("--tokenizer", type=files.path, help="default: TOKENIZER_PATH of the run")
+    error, order = parser.error, "first the model, then the prompt in quotes: sample.py MODEL 'The'"
+    parser.error = lambda text: error(text if "--" in text else f"{text}; {order}")
     args = parser.parse_args(arguments)
     script = load_script(args.script)
     try:
-        gpt, runtime = open_model(script, args.model, {"DEVICE": "auto", "DTYPE": "fp32"})
+        gpt, runtime = open_model(script, args.model, {"DTYPE": "fp32"})
     except script.InputError as error:
         sys.exit(str(error))
     hp = gpt.eval().hp
@@ -50,12 +52,14 @@ def main(arguments: list[str] | None = None) -> None:
     for warning in runtime.log.waiting:
         print(warning, file=sys.stderr)
     try:
-        tokenizer = SentencePieceProcessor(model_file=args.tokenizer or hp.tokenizer_path)
+        path = args.tokenizer or Path(hp.tokenizer_path)
+        tokenizer = SentencePieceProcessor(model_proto=path.read_bytes())
     except (OSError, RuntimeError) as error:
         sys.exit(f"tokenizer: {error}: start in the folder of the run, or set --tokenizer")
     if tokenizer.vocab_size() != hp.vocab_size:
         sys.exit(f"the tokenizer does not have VOCAB_SIZE={hp.vocab_size} pieces: set --tokenizer")
-    ids = [tokenizer.bos_id(), *encode(tokenizer, args.prompt)]  # a document begins with BOS
+    prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # of any bytes
+    ids = [tokenizer.bos_id(), *encode(tokenizer, prompt)]  # a document begins with BOS
     prompt_size = len(ids)
     generate(gpt, ids, hp.train_seq_len, args)
     print(decode(tokenizer, ids), flush=True)

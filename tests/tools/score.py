@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
-from trained import compare_with_manifest, load_script, model_parser, open_model
+from trained import compare_with_manifest, files, load_script, model_parser, open_model
 
 
 def open_split(script: ModuleType, gpt: Any, runtime: Any) -> Any:
@@ -38,6 +38,7 @@ def open_split(script: ModuleType, gpt: Any, runtime: Any) -> Any:
 def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
     gpt, runtime = open_model(script, path, {})
+    warnings = [line for line in runtime.log.waiting if line.startswith("WARNING")]
     validation = open_split(script, gpt, runtime)
     is_artifact = runtime.rank == 0 and path.read_bytes()[:2] != b"PK"  # torch.save writes a zip
     runtime.log(f"score:{path}")
@@ -53,6 +54,8 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
         file = io.BytesIO()
         np.save(file, losses.cpu().numpy())
         is_saved = runtime.rank > 0 or script.write_file(losses_path, file.getvalue(), runtime.log)
+    for line in warnings:  # again, since a reader may see only the end
+        runtime.log(line)
     name = "final_int8_zlib_roundtrip" if is_artifact else "score"
     script.log_score(name, loss, eval_ms, validation, runtime)
     return int(not is_saved or not math.isfinite(loss))
@@ -60,8 +63,11 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
 
 def main(arguments: list[str] | None = None) -> None:
     parser = model_parser(__doc__)
-    parser.add_argument("--losses", type=Path, metavar="FILE.npy", help="write each target's loss")
+    losses_help = "write each target's loss"
+    parser.add_argument("--losses", type=files.path, metavar="FILE.npy", help=losses_help)
     args = parser.parse_args(arguments)
+    if args.losses and args.losses.suffix != ".npy":  # no file that this program reads ends so
+        parser.error(f"argument --losses: {args.losses} must end in .npy")
     script = load_script(args.script)
     script.leave(lambda: score(script, args.model, args.losses))
 

@@ -7,8 +7,8 @@ import os
 import sys
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
 RECORD = SCRIPT.parent / "tests" / "records" / "train_record.py"
 OWN = ("run_id", "output_dir", "resume")  # knobs of a run, not of its model
 
-sys.path.append(str(SCRIPT.parent / "data"))
+sys.path.insert(0, str(SCRIPT.parent / "data"))  # before other modules of these names
 
 import caseops  # noqa: E402
 import files  # noqa: E402
@@ -29,10 +29,30 @@ from files import start_program  # noqa: E402
 
 def existing_file(name: str) -> Path:
     """Convert an argument of the command line to a Path. argparse shows the error."""
-    if not Path(name).is_file():
-        problem = "is a folder: name a file in it" if Path(name).is_dir() else "is not a file"
+    path = files.path(name)
+    if not path.is_file():
+        problem = "is a folder: name a file in it" if path.is_dir() else "is not a file"
         raise ArgumentTypeError(f"{name!r} {problem}")
-    return Path(name)
+    return path
+
+
+def check_picture(parser: ArgumentParser, picture: Path | None, inputs: Sequence[Path]) -> None:
+    """End the program if a picture cannot be written, or would overwrite one of its inputs."""
+    if picture is None:
+        return
+    if picture.suffix not in (".svg", ".png"):
+        parser.error(f"--picture {picture} must end in .svg or .png")
+    if picture.exists() and any(map(picture.samefile, inputs)):
+        parser.error(f"--picture {picture} would overwrite an input: name another file")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not picture.exists()
+        with open(picture, "ab"):  # as a test: there may be nothing to draw
+            pass
+        if is_new:
+            picture.unlink()
+    except OSError as error:
+        parser.error(f"--picture {picture}: {error.strerror}: name another file")
 
 
 def model_parser(doc: str | None) -> ArgumentParser:
@@ -134,11 +154,14 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
         raise script.InputError(f"{error}{differ}{advice}") from None
     unknown, size = unknown_knobs(script, knobs), len(runtime.source)
     if unknown or size != facts.get("bytes_code", size):
-        is_record = unknown and not unknown_knobs(load_script(RECORD), unknown)
+        record = load_script(RECORD)
+        is_record = unknown and not unknown_knobs(record, unknown)
         right = "tests/records/train_record.py" if is_record else log
-        lacks = " ".join(["lacks", *map("=".join, unknown.items())]) if unknown else "differs"
+        off = {k.upper(): as_text(v) for k, v in asdict(record.Hyperparameters()).items()}
+        lacks = [f"{k}={v}" for k, v in unknown.items() if off.get(k) != v]
+        problem = " ".join(["lacks", *lacks]) if lacks else "is not that of the run"
         advice = f"use --script {right}, or the score may differ"
-        runtime.log(f"WARNING: the script is not that of the run: it {lacks}: {advice}")
+        runtime.log(f"WARNING: {advice}: this script {problem}")
     return gpt, runtime
 
 
