@@ -190,6 +190,7 @@ def test_a_short_split_is_named(tmp_path, tokenizer, capsys):
     run(tmp_path, *reuse)
     output = capsys.readouterr().out
     assert re.search(r"\nNote: \d+ training tokens are less than one step \(524288\)", output)
+    assert "pieces, not" not in output
     docs = int(re.search(r"so few .*: --num-val-docs (\d+) is enough", output)[1])
     assert " VOCAB_SIZE=384 TRAIN_SEQ_LEN=128 python " in output
     stats = run(tmp_path, *reuse, "--num-val-docs", docs)["datasets"][0]["stats"]
