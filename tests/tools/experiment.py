@@ -422,6 +422,7 @@ def parse(arguments: list[str]) -> Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # without a reader, a print is an OSError
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup sets that
             signal.signal(signum, signal.default_int_handler)

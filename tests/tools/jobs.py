@@ -96,7 +96,7 @@ def train(runs: list[Run], jobs: int, gpus: list[str], is_enough: Callable[[], b
                 print(f"{run}: {score}, {result['steps']} steps of {result['ms_per_step']:.1f} ms")
     finally:  # each run ends its step and writes a checkpoint
         for run in running:
-            print(f"{run}: stopping")
             run.process.terminate()
         for run in running:
+            print(f"{run}: stopping")
             run.process.wait()
