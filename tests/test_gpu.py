@@ -112,14 +112,14 @@ RECORD = Path(train_record.__file__)
 RECORD_KNOBS = (
     "PRESET=record2135 MODEL_DIM=192 NUM_HEADS=3 NUM_KV_HEADS=1 LOOP_FIRST=1 LOOP_LAYERS=1"
 )
-RUN_KNOBS = "ITERATIONS=10 WARMUP_STEPS=2 LORA_DOCUMENTS=1 LORA_PHASE_DOCUMENTS=1"
+RUN = "ITERATIONS=10 WARMUP_STEPS=2 LORA_DOCUMENTS=1 LORA_PHASE_DOCUMENTS=1 LORA_PHASE_LR=0.1"
 
 
 def test_a_small_record_against_the_cpu(knobs, tmp_path):
     """Training through all stages, GPTQ, the artifact, test-time training with a phase, hints."""
     small = dict(re.findall(r"([A-Z_]+)=(\S+)", RECORD.with_name("small.sh").read_text()))
     own = {name: knobs[name] for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")}
-    environ = {**small, **own, **read(f"{RECORD_KNOBS} {RUN_KNOBS}")}
+    environ = {**small, **own, **read(f"{RECORD_KNOBS} {RUN}")}
     cpu = run_script(RECORD, tmp_path / "cpu", {**environ, "DEVICE": "cpu"})
     assert len(cpu) == 10 + 2 + 2 * 2
     exact = {**environ, **ON_GPU, "NVIDIA_TF32_OVERRIDE": "0"}
