@@ -112,14 +112,14 @@ RECORD = Path(train_record.__file__)
 RECORD_KNOBS = (
     "PRESET=record2135 MODEL_DIM=192 NUM_HEADS=3 NUM_KV_HEADS=1 LOOP_FIRST=1 LOOP_LAYERS=1"
 )
-RUN_KNOBS = "ITERATIONS=10 WARMUP_STEPS=2 LORA_DOCUMENTS=2 LORA_PHASE_DOCUMENTS=2"
+RUN = "ITERATIONS=10 WARMUP_STEPS=2 LORA_DOCUMENTS=1 LORA_PHASE_DOCUMENTS=1 LORA_PHASE_LR=0.1"
 
 
 def test_a_small_record_against_the_cpu(knobs, tmp_path):
     """Training through all stages, GPTQ, the artifact, test-time training with a phase, hints."""
     small = dict(re.findall(r"([A-Z_]+)=(\S+)", RECORD.with_name("small.sh").read_text()))
     own = {name: knobs[name] for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")}
-    environ = {**small, **own, **read(f"{RECORD_KNOBS} {RUN_KNOBS}")}
+    environ = {**small, **own, **read(f"{RECORD_KNOBS} {RUN}")}
     cpu = run_script(RECORD, tmp_path / "cpu", {**environ, "DEVICE": "cpu"})
     assert len(cpu) == 10 + 2 + 2 * 2
     exact = {**environ, **ON_GPU, "NVIDIA_TF32_OVERRIDE": "0"}
@@ -134,13 +134,12 @@ def test_packed_documents_of_a_record_against_a_mask():
     masked = loss_and_gradients(torch.float32, False, train_record, f"{knobs}=1")
     packed = loss_and_gradients(torch.bfloat16, True, train_record, f"{knobs}=1")
     unmasked = loss_and_gradients(torch.float32, False, train_record, f"{knobs}=0")
-    assert distance(packed, masked) < 0.4  # a mask in bf16: 0.2
+    assert distance(packed, masked) < 0.4  # a mask in bf16: 0.1
     assert distance(unmasked, masked) > 1
 
 
 def new_state(folder: Path, **knobs) -> train_gpt.TrainingState:
-    """The state of a compiled run in bf16 on random tokens, after the two steps that compile it and
-    make the optimizers' state."""
+    """The state of a compiled bf16 run after two steps, which make the optimizers' state."""
     tokens = np.random.default_rng(0).integers(1024, size=600_000)
     write_shard(folder / "fineweb_train_000000.bin", tokens)
     torch._dynamo.reset()
