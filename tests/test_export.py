@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import shutil
 import zlib
@@ -194,17 +195,27 @@ def scored(tmp_path_factory, knobs):
     return folder, environ
 
 
-def test_the_result_of_an_older_run_moves_to_previous(tmp_path, scored):
-    """Its knobs move, too. Only one run is kept: no file of an even older run fills a gap. The
-    baseline's models have no result."""
+def test_the_result_of_an_older_run_moves_to_previous_and_stays(tmp_path, scored, monkeypatch):
+    """Its knobs move, too, also if an older script saved no checksums. The baseline's models have
+    no result. Neither is replaced by a run that dies, nor by a score whose model is gone."""
     source, environ = scored
-    folder = shutil.copytree(source, tmp_path / "run")
-    for missing in (None, MODEL, RESULT):
-        if missing:
-            (folder / missing).unlink()
+    for case in ("whole", "no checksums", "baseline"):
+        folder = shutil.copytree(source, tmp_path / case)
+        if case == "no checksums":
+            result = json.loads((folder / RESULT).read_bytes())
+            del result["crc32"]
+            (folder / RESULT).write_text(json.dumps(result))
+        if case == "baseline":
+            (folder / RESULT).unlink()
         older = final_files(folder)
-        if missing == RESULT:
-            (folder / "previous" / RESULT).unlink()  # else that score would stay
+        for broken in ("export", "evaluate", None):
+            with monkeypatch.context() as patches:
+                if broken:
+                    patches.setattr(train_gpt, broken, None)
+                code = run_here(folder, environ).returncode
+            assert (code == 1) == bool(broken)
+            assert final_files(folder / "previous") == older
+        (folder / ARTIFACT).unlink()  # as if the disk had been full
         finished(run_here(folder, environ))
         assert final_files(folder / "previous") == older
 
@@ -277,8 +288,15 @@ def test_the_files_of_a_run_that_ends_first_in_the_same_folder_are_not_lost(
 def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, scored, monkeypatch, name):
     """The run fails at its end. The file of an older run stays, and is not listed as written."""
     source, environ = scored
-    folder = shutil.copytree(source, tmp_path / "run")
-    (folder / "previous").write_bytes(b"")  # so the older files cannot move
+    folder = tmp_path / "run"
+
+    def train(state, validation, train=train_gpt.train):
+        """Another run ends, and its files cannot move."""
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        (folder / "previous").write_bytes(b"")
+        return train(state, validation)
+
+    monkeypatch.setattr(train_gpt, "train", train)
 
     def replace(part: Path, path: Path, replace=os.replace) -> None:
         if path.name == name:
@@ -286,12 +304,11 @@ def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, scored, mo
         replace(part, path)
 
     monkeypatch.setattr(os, "replace", replace)
-    result = run_here(folder, {**environ, "ITERATIONS": "1"})
+    result = run_here(folder, environ)
     assert (result.returncode, result.stderr) == (1, "")
     lines = result.stdout.splitlines()
     assert f"WARNING: {name} cannot be written: Is a directory" in lines
-    moves = [line for line in lines if "cannot be moved to previous/: Not a directory" in line]
-    assert lines.index(moves[0]) < lines.index(next(line for line in lines if "train_loss" in line))
+    assert any(" cannot be moved to previous: Not a directory" in line for line in lines)
     others = [other for other in (MODEL, ARTIFACT, RESULT) if other != name]
     assert lines[-3] == f"files: {' '.join(others)}"
     assert lines[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:")

@@ -21,9 +21,9 @@ build_optimizers, TrainingState.__init__, TrainingState.state_dict, TrainingStat
 train_step, train, warm_up, Validation.__init__, evaluate, final_losses, INT8_LEVELS,
 INT8_SCALE_FLOOR, quantize_rows, quantize_tensor, quantize_state_dict_int8,
 dequantize_state_dict_int8, decompress, export, finish, check_knobs, attention_backends,
-open_runtime, wrap, deserialize, write_model, OPTIMIZER_KNOBS, read_checkpoint
+open_runtime, wrap, deserialize, write_model, read_checkpoint
 """
-PINNED = 1620278697  # checksum of these parts' text in train_gpt.py
+PINNED = 1707089476  # checksum of these parts' text in train_gpt.py
 ADVICE = """
 Out of step in train_gpt.py and tests/records/train_record.py: {}.
 To port an uncommitted edit of train_gpt.py:

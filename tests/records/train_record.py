@@ -14,7 +14,7 @@ Letters in shapes: B sequences in a micro-batch, T sequence length, D model widt
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
 
-# Read before the imports, which take seconds: a later edit is not part of this run.
+# Before the imports, which take seconds: later edits are not part of this run.
 SOURCE = open(__file__, "rb").read() if __name__ == "__main__" else b""
 
 import binascii
@@ -807,8 +807,9 @@ def load_data_shard(path: str | Path) -> Tensor:
         raise InputError(f"{path} cannot be read: {error.strerror}: get it again") from None
     if header != [20240520, 1, (size - SHARD_HEADER_BYTES) / 2]:
         raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
-    words = np.memmap(path, "<u2", mode="c")  # copy-on-write
-    return torch.from_numpy(words[SHARD_HEADER_BYTES // 2 :])
+    with open(path, "rb") as file:  # torch takes UTF-8 names only
+        words = torch.from_file(f"/dev/fd/{file.fileno()}", False, size // 2, dtype=torch.uint16)
+    return words[SHARD_HEADER_BYTES // 2 :]
 
 
 class TokenStream:
@@ -819,9 +820,7 @@ class TokenStream:
         self.paths = sorted(glob.glob(pattern))
         self.shards = [load_data_shard(path) for path in self.paths]
         if not any(map(len, self.shards)):
-            has_folder = os.path.isdir(os.path.dirname(pattern))
-            problem = "has no tokens in" if has_folder else "does not exist:"
-            raise InputError(f"DATA_PATH {problem} {pattern}\n{WAYS_TO_DATA}")
+            raise InputError(f"DATA_PATH: no file or no token in {pattern}\n{WAYS_TO_DATA}")
         self.shard = 0  # index of the current shard
         self.position = 0  # of the next token in it
 
@@ -1018,9 +1017,10 @@ def train_step(state: TrainingState) -> Tensor:
         loss = state.model(*batch) * (1 / grad_accum_steps)
         state.scaler.scale(loss).backward()
         total_loss += loss.detach()
-    for name, param in state.gpt.named_parameters():
-        if state.step == 0 and param.requires_grad and param.grad is None:
-            raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
+    if state.step == 0 or state.stopwatch.started is None:  # or warm-up
+        for name, param in state.gpt.named_parameters():
+            if param.requires_grad and param.grad is None:
+                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
     skip = state.scaler.is_enabled() and not unscale_gradients(state)
     if hp.grad_clip_norm > 0:
         nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
@@ -1916,7 +1916,6 @@ def read_knobs(cls: type, environ: Mapping[str, str]) -> Hyperparameters:
 
 
 def check_knobs(hp: Hyperparameters) -> None:
-    """Raise InputError for the first invalid knob."""
     H, T = hp.num_heads, hp.train_seq_len
     unit = hp.batch_slots * T
     units = f"{unit}: BATCH_SLOTS={hp.batch_slots} times TRAIN_SEQ_LEN={T}"
@@ -2268,31 +2267,29 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
         return False
 
 
-def read_result(folder: Path) -> dict[str, Any]:
-    """A run's final_result.json, or {} if it cannot be read."""
+def is_scored(folder: Path) -> bool:
+    """Check that a folder has a score and its artifact."""
     try:
-        return dict(json.loads(Path(folder, RESULT).read_bytes()))
-    except (OSError, TypeError, ValueError):
-        return {}
+        result = json.loads(Path(folder, RESULT).read_bytes())
+        checksum = binascii.crc32(Path(folder, ARTIFACT).read_bytes())
+        saved = result.get("crc32", {ARTIFACT: checksum})  # old ones lack it
+        return result["val_loss"] is not None and saved[ARTIFACT] == checksum
+    except (AttributeError, KeyError, OSError, ValueError):
+        return False
 
 
 def move_older_files(hp: Hyperparameters, log: Log) -> None:
-    """Move an older run's files to previous/, as a set. A set without a score must not replace one
-    with a score: it stays until the next model is written over it."""
+    """Move an older run's files to previous/. Those without a score stay and replace nothing."""
     folder, previous = Path(hp.output_dir), Path(hp.output_dir, "previous")
-    result = read_result(folder)
-    if result.get("val_loss") is None and read_result(previous).get("val_loss") is not None:
+    names = [name for name in (WEIGHTS, RESULT, ARTIFACT) if Path(folder, name).is_file()]
+    if names and not is_scored(folder) and (RESULT in names or is_scored(previous)):
+        log(f"{', '.join(names)}: no score, kept until the next model")
         return
     try:
-        for name in (WEIGHTS, ARTIFACT, RESULT):  # the score last: then a cut move can go on
-            path, kept = folder / name, previous / name
-            if path.is_file():
-                os.renames(path, kept)
-            elif result and kept.is_file():
-                if binascii.crc32(kept.read_bytes()) != result.get("crc32", {}).get(name):
-                    kept.unlink()  # of an older run
+        for name in names:  # in this order a cut move goes on
+            os.renames(folder / name, previous / name)
     except OSError as error:
-        log(f"WARNING: {path} cannot be moved to previous/: {error.strerror}")
+        raise InputError(f"{name} cannot be moved to {previous}: {error.strerror}") from None
 
 
 def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
@@ -2311,7 +2308,10 @@ def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
 def write_model(state: TrainingState) -> tuple[bytes, str, float, dict[str, int], dict[str, bool]]:
     """Write weights and artifact. Returns what export does, checksums, files it wrote."""
     hp, log = state.hp, state.runtime.log
-    move_older_files(hp, log)  # again: another run may have ended since the first step
+    try:
+        move_older_files(hp, log)  # again: another run may have ended since the first step
+    except InputError as error:
+        log(f"WARNING: {error}")
     weights = serialize(state.gpt.state_dict())
     checksums = {WEIGHTS: binascii.crc32(weights)}
     write_result(state, {"crc32": checksums})  # first: a file it does not match is another run's
@@ -2334,11 +2334,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bo
     names = [name for group in new["param_groups"] for name in group[by]]
     saved_names = [name for group in saved["param_groups"] for name in group[by]]
     if moved := {*names} ^ {*saved_names}:
-        problem = f"the checkpoint's {type(optimizer).__name__} differs in {moved.pop()}"
+        problem = f"the checkpoint's {type(optimizer).__name__} differs in {min(moved)}"
         raise InputError(f"{problem}: use its CONTROL_TENSOR_NAME_PATTERNS and OPTIMIZER_GROUPS")
     saved_groups = {name: group for group in saved["param_groups"] for name in group[by]}
     for group in new["param_groups"]:
-        old = saved_groups[group[by][0]]
+        old = saved_groups[group[by][0]] if group[by] else {}
         group |= {key: value for key, value in old.items() if key not in OPTIMIZER_KNOBS}
     numbers = [saved_names.index(name) for name in names]
     new["state"] = {i: saved["state"][n] for i, n in enumerate(numbers) if n in saved["state"]}
@@ -2450,7 +2450,7 @@ def log_warnings(validation: Validation, runtime: Runtime) -> None:
         for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):
             runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if runtime.world_size == 1 and os.environ.get(name, "1") != "1":
+        if not dist.is_initialized() and os.environ.get(name, "1") != "1":
             runtime.log(f"WARNING: {name}={os.environ[name]}, but this run is alone: use torchrun")
     if not validation.is_tokenizer_right:
         runtime.log("WARNING: val_bpb is wrong unless TOKENIZER_PATH is the shards' tokenizer")
@@ -2459,7 +2459,7 @@ def log_warnings(validation: Validation, runtime: Runtime) -> None:
 
 
 def log_end(state: TrainingState, checksum: int, report: str) -> None:
-    """Log why training ended, and what it left. checksum: of the weights on the disk."""
+    """Log how training ended. checksum: of the saved weights."""
     hp, runtime = state.hp, state.runtime
     if state.step < hp.iterations:
         end = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms step:{state.step}/{hp.iterations}"
