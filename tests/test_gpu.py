@@ -109,9 +109,7 @@ def test_ranks_of_nccl_against_the_script_alone(knobs, tmp_path):
 
 RECORD = Path(train_record.__file__)
 # Heads of 64 channels, and matrices that are large enough to be quantized.
-RECORD_KNOBS = (
-    "PRESET=record2135 MODEL_DIM=192 NUM_HEADS=3 NUM_KV_HEADS=1 LOOP_FIRST=1 LOOP_LAYERS=1"
-)
+SMALL = "PRESET=record2135 MODEL_DIM=192 NUM_HEADS=3 NUM_KV_HEADS=1 LOOP_FIRST=1 LOOP_LAYERS=1"
 RUN = "ITERATIONS=10 WARMUP_STEPS=2 LORA_DOCUMENTS=1 LORA_PHASE_DOCUMENTS=1 LORA_PHASE_LR=0.1"
 
 
@@ -119,7 +117,7 @@ def test_a_small_record_against_the_cpu(knobs, tmp_path):
     """Training through all stages, GPTQ, the artifact, test-time training with a phase, hints."""
     small = dict(re.findall(r"([A-Z_]+)=(\S+)", RECORD.with_name("small.sh").read_text()))
     own = {name: knobs[name] for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")}
-    environ = {**small, **own, **read(f"{RECORD_KNOBS} {RUN}")}
+    environ = {**small, **own, **read(f"{SMALL} {RUN}")}
     cpu = run_script(RECORD, tmp_path / "cpu", {**environ, "DEVICE": "cpu"})
     assert len(cpu) == 10 + 2 + 2 * 2
     exact = {**environ, **ON_GPU, "NVIDIA_TF32_OVERRIDE": "0"}
@@ -130,7 +128,7 @@ def test_a_small_record_against_the_cpu(knobs, tmp_path):
 
 def test_packed_documents_of_a_record_against_a_mask():
     """In bf16 FlashAttention gets the documents' bounds; in fp32 a mask keeps them apart."""
-    knobs = f"{RECORD_KNOBS} NUM_LAYERS=5 WHOLE_DOCUMENTS=0 DOCUMENT_MASK"
+    knobs = f"{SMALL} NUM_LAYERS=5 WHOLE_DOCUMENTS=0 DOCUMENT_MASK"
     masked = loss_and_gradients(torch.float32, False, train_record, f"{knobs}=1")
     packed = loss_and_gradients(torch.bfloat16, True, train_record, f"{knobs}=1")
     unmasked = loss_and_gradients(torch.float32, False, train_record, f"{knobs}=0")

@@ -29,6 +29,8 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
         ("hangs", 0, ["-c", "import time; time.sleep(60)"], "", 1),
         ("works", 60, ["-c", program], "SEED=7", 2),
     ]
+    ends = [end for _, end, *_ in [*gpu_report.PARTS[:-1], *gpu_report.REFERENCE_PARTS]]
+    assert ends == sorted(ends) and ends[-1] <= gpu_report.PARTS[-1][1] < 600
     monkeypatch.setattr(gpu_report, "PARTS", parts)
     knobs = {"DEVICE": "cpu", "ITERATIONS": "30"}
     result = run_here(tmp_path, knobs, PROGRAM)
