@@ -83,6 +83,7 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path):
     (tmp_path / SIDECAR).write_text('{"docs_val": 4, "shuffle_seed": 7}')
     manifest = run(tmp_path, "--skip-byte", specs=SPECS, docs=[docs])
     assert (manifest["num_val_docs"], manifest["shuffle_seed"]) == (4, 7)
+    assert manifest["tokenizer_specs"] == SPECS[:2]  # without bytes
     assert manifest["docs_meta"]["source_sidecar"] == {"docs_val": 4, "shuffle_seed": 7}
     sentences = list(filter(None, (text.replace("\0", " ").strip() for text in TEXTS + ODD_TEXTS)))
     own = {"character_coverage": 0.999, "hard_vocab_limit": False}
