@@ -301,7 +301,7 @@ def test_no_input_is_overwritten(tmp_path):
         assert f"{place} is an input" in message and contents(out) == before
 
 
-def test_an_error_is_one_line(tmp_path):
+def test_errors_are_one_line(tmp_path):
     (tmp_path / "a").write_bytes(b"caf\xe9")
     message = failure(tmp_path, docs=[tmp_path / "a"])
     assert re.search("/a: .*after 'caf' is not UTF-8: iconv -c .*a > fixed.txt", message)
