@@ -1,12 +1,7 @@
 """data/check_dataset.py: the counts of a good dataset, and an error for each kind of damage."""
 
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
 
 import check_dataset
 import pytest
@@ -81,15 +76,13 @@ def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
 
 
 def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer, tmp_path):
-    """The tool compares each number. Having only the first train shards is fine. A link's manifest
-    is above its target."""
+    """The tool compares each number. Having only the first train shards is fine."""
     write_manifest(folder, stats={"files_train": 80, "tokens_train": 10**9, "tokens_val": 1500})
     output, problems = check(capsys, folder, tokenizer)
     assert "train: 2 of 80 shards are here\n" in output and problems == []
-    (tmp_path / "link").symlink_to(folder)
     for key in ("tokens_val", "docs_val", "tokens_train", "files_train", "vocab_size"):
         write_manifest(folder, stats={key: 1})
-        (line,) = check(capsys, tmp_path / "link", tokenizer)[1]
+        (line,) = check(capsys, folder, tokenizer)[1]
         assert f"manifest.json says {key}:" in line
     other = (tmp_path / "manifest.json").rename(tmp_path / "other.json")
     (line,) = check(capsys, folder, tokenizer, f"--manifest={other}")[1]
@@ -122,17 +115,3 @@ def test_validation_documents_in_training_are_a_leak(capsys, folder, tokenizer):
     write_splits(folder, tokenizer, texts[:50], texts[68:44:-1])
     output, problems = check(capsys, folder, tokenizer)  # FineWeb has some duplicates
     assert "val: 5 of 50 documents (10.00%) are also" in output and problems == []
-    chat = random.Random(1).choices(["Yes", "No", "Thank you"], k=1000) + ["Yes"] * 20
-    write_splits(folder, tokenizer, [*chat[800:], "Never"], chat)  # short ones repeat by chance
-    output, problems = check(capsys, folder, tokenizer)
-    assert "WARNING: many documents of under 50 tokens repeat" in output and problems == []
-
-
-def test_a_program_ends_with_the_reader_of_its_output():
-    """Such as head."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, check_dataset.__file__, "--help"]
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env={})
-    os.close(writer)
-    assert (result.returncode, result.stderr) == (-signal.SIGPIPE, b"")

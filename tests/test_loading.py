@@ -103,13 +103,11 @@ def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["datasets", "logs"]
 
 
-def test_the_environment_overrides_the_knobs_of_the_run(
-    trained, tmp_path, score_knobs, quantized_knobs
-):
+def test_the_environment_overrides_the_knobs_of_the_run(trained, tmp_path, score_knobs):
     lines = score_file(tmp_path, {**score_knobs, "EVAL_STRIDE": "16"}, trained[0] / ARTIFACT)
     (knobs,) = (line.split(":", 1)[1] for line in lines if line.startswith("knobs:"))
-    taken = {f"{knob}={quantized_knobs[knob]}" for knob in ("MODEL_DIM", "VOCAB_SIZE")}
-    assert {*taken, "EVAL_STRIDE=16", f"DATA_PATH={score_knobs['DATA_PATH']}"} < {*knobs.split()}
+    wanted = {"MODEL_DIM=192", "EVAL_STRIDE=16", f"DATA_PATH={score_knobs['DATA_PATH']}"}
+    assert wanted < {*knobs.split()}
     assert lines[-2].endswith(" stride:16")
     assert scores(lines[-1]) != scores(trained[1][-1])
 
@@ -164,26 +162,19 @@ def test_another_script_or_split_is_a_warning(trained, tmp_path, score_knobs):
     assert "1,501" in split and "manifest.json" in split
 
 
-def test_a_result_that_is_missing_damaged_or_of_another_run_is_named(
-    trained, tmp_path, score_knobs
-):
+def test_a_result_that_is_missing_or_of_another_run_is_named(trained, tmp_path, score_knobs):
     """Knobs of another run may fit but be wrong: another ROPE_BASE gives another score."""
     path = shutil.copy(trained[0] / ARTIFACT, tmp_path)
     failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} have no knobs")
-    (tmp_path / RESULT).write_text("{")
-    failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} is damaged")
     copy_result(trained[0], tmp_path, {}, crc32={ARTIFACT: 1, MODEL: 2})
     failed(run_here(tmp_path, score_knobs, score, [path]), ARTIFACT, RESULT, "crc32")
 
 
-def test_weights_that_do_not_fit_are_named(trained, tmp_path, score_knobs, quantized_knobs):
+def test_weights_that_do_not_fit_are_named(trained, tmp_path, score_knobs):
     environ = {**score_knobs, "NUM_LAYERS": "3"}
     error = failed(run_here(tmp_path, environ, score, [str(trained[0] / ARTIFACT)]), ARTIFACT)
     differ = r"knobs that differ: DATA_PATH=.*, NUM_LAYERS=3 \(its run: 2\); --script logs/test.txt"
     assert re.search(differ, error), error
-    for name, layers in ((CHECKPOINT, "3"), (MODEL, "2")):  # the second is no checkpoint
-        environ = {**quantized_knobs, "NUM_LAYERS": layers, "RESUME": str(trained[0] / name)}
-        failed(run_here(tmp_path, environ), name)
 
 
 def test_an_undone_edit_is_scored_with_the_script_of_the_log(trained, tmp_path, score_knobs):

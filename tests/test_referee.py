@@ -174,44 +174,22 @@ def test_training_before_scoring_breaks_the_order(tmp_path, small, trained_on):
 
 def test_too_many_bytes_and_a_mean_of_easy_tokens_are_named(small, monkeypatch):
     count_bytes, mean_loss = train_gpt.count_bytes, train_gpt.mean_loss
-    with monkeypatch.context() as context:
-        context.setattr(train_gpt, "count_bytes", lambda *args: count_bytes(*args) + 1)
-        assert broken(judge(train_gpt, small)) == [BYTES]
+    monkeypatch.setattr(train_gpt, "count_bytes", lambda *args: count_bytes(*args) + 1)
     monkeypatch.setattr(train_gpt, "mean_loss", lambda x, runtime: mean_loss(x[x < 12], runtime))
-    assert broken(judge(train_gpt, small)) == [TARGETS]
+    findings = judge(train_gpt, small)
+    assert broken(findings) == [TARGETS, BYTES]
+    words = r"([\d,]+) in .* of 12 documents, taken as known, cost at most (0\.\d{4}) BPB"
+    size, cost = re.fullmatch(words, findings[BYTES][1]).groups()
+    starts = (read_shard(Path(small["DATA_PATH"], "fineweb_val_0.bin")) == 1).nonzero()[0]
+    longest = max(end - start for start, end in itertools.pairwise(starts))
+    bits = float(cost) * int(size.replace(",", "")) / 12
+    assert 2**bits == pytest.approx(longest, rel=0.01)
 
 
 def test_validation_documents_that_also_train_are_a_leak(small, tmp_path):
     for split in ("val", "train"):
         shutil.copy(f"{small['DATA_PATH']}/fineweb_val_0.bin", tmp_path / f"fineweb_{split}_0.bin")
     assert broken(judge(train_gpt, {**small, "DATA_PATH": str(tmp_path)})) == [LEAKS]
-
-
-def test_without_bos_documents_cannot_be_judged(small, tmp_path):
-    tokens = read_shard(Path(small["DATA_PATH"], "fineweb_val_0.bin"))
-    write_shard(tmp_path / "fineweb_val_0.bin", tokens[tokens != 1])
-    findings = judge(train_gpt, {**small, "DATA_PATH": str(tmp_path)})
-    assert findings[BYTES] == findings[LEAKS] == ("not tested", referee.NO_BOS)
-
-
-def test_a_lone_space_in_bytes_is_one_byte_and_a_wrong_tokenizer_is_named(small, tmp_path):
-    """A space at the end of a document counts, too. One at its beginning does not."""
-    model = train_tokenizer().replace(b"\n\3\xe2\x96\x81\x15", b"\n\3\xe9\xbf\xbf\x15")
-    (tmp_path / "bytes.model").write_bytes(model)
-    sp = SentencePieceProcessor(model_proto=model)
-    space = [sp.piece_to_id(piece) for piece in ("<0xE2>", "<0x96>", "<0x81>")]
-    document = [1, *space, *sp.encode("7 é 7 é"), *space]
-    assert document.count(space[0]) == 5
-    write_shard(tmp_path / "fineweb_val_0.bin", [*document, *document, 1])
-    knobs = {"VOCAB_SIZE": "384", "TRAIN_SEQ_LEN": "1", "DATA_PATH": str(tmp_path)}
-    gpt = random_model(train_gpt, {**small, **knobs, "TOKENIZER_PATH": f"{tmp_path}/bytes.model"})
-    case = referee.Case(train_gpt, gpt, train_gpt.Validation(gpt.hp), ALONE, tmp_path)
-    assert not referee.check_bytes(case)[0]  # its decoder drops spaces on both sides of a text
-    case.validation.is_tokenizer_right = True
-    size, bits = 2 * len("7 é 7 é ".encode()), 3 * math.log2(len(document))
-    is_right, measured = referee.check_bytes(case)
-    assert is_right and measured.startswith(f"{size} in the decoded text, {size} in the score;")
-    assert measured.endswith(f"3 documents, taken as known, cost at most {bits / size:.4f} BPB")
 
 
 @pytest.mark.parametrize("gpus", [1, 8])  # without eight, times are shown, not judged
@@ -250,5 +228,3 @@ def test_the_program_prints_a_table_and_exits_with_the_verdict(
     assert capsys.readouterr().out.endswith(f"\nnot tested: {LEAKS}\n")
     Path(model).write_bytes(b"no model")
     assert referee.main([model]) == 2
-    with pytest.raises(SystemExit, match="2"):
-        referee.main([model, "--minutes=nan"])
