@@ -1,4 +1,4 @@
-"""The commands and edits of EXERCISES.md, on small models and small shards; code of other pages."""
+"""The commands of EXERCISES.md, on small models and small shards; the code of all pages."""
 
 import dataclasses
 import os
@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import edits
 import pytest
 import torch
 import train_record
@@ -25,20 +26,33 @@ FINDS_A_FAULT = ("pytest", "referee.py")  # in exercises 2, 3, 3b and 4
 MAY_SAY_NO = "experiment.py"
 
 
-def read_code(number: str) -> list[str]:
-    """The lines of an exercise's code, without indentation."""
-    [exercise] = re.findall(rf"(?ms)^## {number}\. .*?(?=^## )", PAGE)
-    return [line.strip() for line in exercise.splitlines() if line.startswith("    ")]
+def read_code(title: str) -> list[str]:
+    """The lines of code below a title of a page, without indentation and comments."""
+    paths = (ROOT / "README.md", ROOT / "tests/records/README.md")
+    pages = PAGE + "".join(path.read_text(encoding="utf-8") for path in paths)
+    [section] = re.findall(rf"(?ms)^## {title}.*?(?=^## )", pages)
+    lines = [line.split("  #")[0] for line in section.splitlines() if line.startswith("    ")]
+    return [line.strip() for line in lines]
+
+
+SHOWN = {"First edits": edits.README, "Five to copy": edits.RECORDS}
+SHOWN |= {f"{n}. ": {n: edit} for n, edit in EXERCISES.items() if n != "6"}  # 6 is one of the five
 
 
 @pytest.mark.baseline
-@pytest.mark.parametrize("number", [n for n in EXERCISES if n != "6"])
-def test_the_page_shows_its_edits(number):
-    """The lines that an edit changes are those of the page; exercise 6 has its code elsewhere."""
-    old = SCRIPT.read_text(encoding="utf-8").splitlines()
-    edited = edit_script(SCRIPT.read_text(encoding="utf-8"), EXERCISES[number]).splitlines()
-    changed = {line.split("  #")[0].strip() for line in edited if line not in old}
-    assert changed == {line for line in read_code(number) if not re.match(COMMAND, line)}
+@pytest.mark.parametrize("title", SHOWN)
+def test_a_page_shows_its_edits(title):
+    """Its code is the lines that the edits change, in their order."""
+    script = SCRIPT.read_text(encoding="utf-8")
+    old = script.splitlines()
+    shown = "\n".join(line for line in read_code(title) if not re.match(COMMAND, line))
+    for edit in SHOWN[title].values():
+        edited = edit_script(script, edit).splitlines()
+        new = [line.split("  #")[0].strip() for line in edited if line not in old]
+        changed = "\n".join(new)
+        assert changed in shown
+        shown = shown.replace(changed, "")
+    assert shown.strip() == ""
 
 
 def test_the_page_unsets_its_knobs_and_names_tests():
@@ -68,7 +82,7 @@ def test_the_commands_run(tmp_path, knobs, number):
 
     assert run("git init -q && git add train_gpt.py && git commit -qm start").returncode == 0
     is_edited = False
-    for line in read_code(number):
+    for line in read_code(f"{number}. "):
         if not re.match(COMMAND, line) or (number == "6" and not is_edited):
             if not is_edited:
                 script = copy / "train_gpt.py"

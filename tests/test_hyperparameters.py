@@ -55,13 +55,6 @@ def test_every_type_is_converted():
     both = {**environ, "INT8_KEEP_FLOAT_FP32_NAME_PATTERNS": "b"}
     assert Hyperparameters.from_env(both).int8_keep_float_fp32_name_patterns == ("b",)
 
-    @dataclasses.dataclass(frozen=True)
-    class Mine(Hyperparameters):
-        my_knob: float | None = None
-
-    with pytest.raises(InputError, match=r"^MY_KNOB='0.5' .* float \| None is no type"):
-        Mine.from_env({"MY_KNOB": "0.5"})
-
 
 @pytest.mark.parametrize(
     "name, text",

@@ -22,7 +22,7 @@ import train_gpt
 from train_gpt import Hyperparameters, Log, open_runtime
 
 
-@pytest.mark.parametrize("world_size", ["0", "-1", "3", "4"])
+@pytest.mark.parametrize("world_size", ["0", "3", "16"])
 def test_a_world_size_that_does_not_divide_the_slots(tmp_path, knobs, world_size):
     environ = {**knobs, "BATCH_SLOTS": "2", "RANK": "0", "WORLD_SIZE": world_size}
     failed(run_here(tmp_path, environ), f"WORLD_SIZE={world_size}", "BATCH_SLOTS=2")
@@ -32,27 +32,21 @@ def test_a_world_size_that_does_not_divide_the_slots(tmp_path, knobs, world_size
     "left, word",
     [
         ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun"),
-        ({"RANK": "", "WORLD_SIZE": "1"}, "RANK=''"),
-        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE=''"),
-        ({"LOCAL_RANK": ""}, "LOCAL_RANK=''"),
         ({"LOCAL_RANK": "99", "DEVICE": "cuda"}, "no GPU 99"),
     ],
 )
-def test_variables_that_a_job_left_over_and_a_missing_gpu_are_one_error(
-    tmp_path, knobs, left, word
-):
+def test_what_a_job_left_over_and_a_missing_gpu_are_one_error(tmp_path, knobs, left, word):
     result = run_here(tmp_path, {**knobs, **left})
     assert failed(result, word).count("\n") == 0
 
 
 def test_inductors_mix_order_reduction_is_off():
     """The script sets a variable, which Inductor reads when it is imported."""
-    program = "import sys, train_gpt as t; assert 'torch._inductor.config' not in sys.modules; "
-    program += "t.open_runtime(t.Hyperparameters(device='cpu')); from torch._inductor import config"
-    program += "; print(getattr(config.triton, 'mix_order_reduction', 'not yet'))"
-    command, environ = [sys.executable, "-c", program], {"PYTHONPATH": str(runs.ROOT)}
-    environ = runs.process_environ(environ)
-    result = subprocess.run(command, env=environ, capture_output=True, text=True)
+    program = "import train_gpt as t; t.open_runtime(t.Hyperparameters(device='cpu')); "
+    program += "from torch._inductor.config import triton as t; "
+    program += "print(getattr(t, 'mix_order_reduction', 'not yet'))"
+    settings = {"cwd": runs.ROOT, "env": runs.process_environ({}), "capture_output": True}
+    result = subprocess.run([sys.executable, "-c", program], text=True, **settings)
     assert result.stdout in ("False\n", "not yet\n"), result.stderr
 
 
@@ -98,19 +92,6 @@ def test_an_error_names_what_differs_between_ranks(tmp_path, dataset, knobs, own
         assert result.stdout == ""
 
 
-@pytest.mark.parametrize("omp, threads, wanted", [("", 4, [3]), ("", 1, [1]), ("4", 4, [])])
-def test_threads_leave_a_core_to_other_programs(monkeypatch, omp, threads, wanted):
-    """Threads that wait spin. OMP_NUM_THREADS overrides the choice."""
-    chosen = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setenv("OMP_NUM_THREADS", omp)
-    if not omp:
-        monkeypatch.delenv("OMP_NUM_THREADS")
-    open_runtime(Hyperparameters(device="cpu"))
-    assert chosen == wanted
-
-
 def test_a_log_file_that_cannot_be_opened_is_an_error_of_all_ranks(tmp_path, knobs):
     """All ranks fail at once, without waiting for rank 0."""
     for rank in run_ranks(tmp_path, {**knobs, "OUTPUT_DIR": "/dev/null"}, 2):
@@ -127,18 +108,20 @@ def test_a_log_file_on_a_full_disk_ends_no_run(capsys):
 
 
 def differing_replicas() -> None:
-    """A weight of rank 1 changes before and after each validation."""
+    """A weight of rank 1 changes before and after each validation. The rank prints that."""
 
     def change(gpt, *_) -> None:
+        print("from rank", os.environ["RANK"])
         next(gpt.parameters()).data[0, 3] += 1e-5 * int(os.environ["RANK"])
 
     runs.call_before(pytest.MonkeyPatch(), train_gpt.GPT, "train", change)
 
 
-def test_replicas_that_differ_are_a_warning(tmp_path, knobs):
-    result = run_ranks(tmp_path, {**knobs, "ITERATIONS": "1"}, 2, edit=differing_replicas)[0]
-    (warning,) = [line for line in finished(result) if line.startswith("WARNING")]
-    assert "replicas" in warning
+def test_replicas_that_differ_are_a_warning_and_what_any_rank_prints_is_kept(tmp_path, knobs):
+    """Python keeps what a rank prints to a file or pipe in memory until its exit."""
+    first, second = run_ranks(tmp_path, {**knobs, "ITERATIONS": "1"}, 2, edit=differing_replicas)
+    (warning,) = [line for line in finished(first) if line.startswith("WARNING")]
+    assert "replicas" in warning and "from rank 1\n" in second.stdout
 
 
 def clock_of_steps() -> None:
@@ -186,7 +169,7 @@ def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     assert (result["train_ms"], result["eval_ms"]) == (1000, 100_000)
 
 
-@pytest.mark.parametrize("cap", ["0.11", "0.15", "4.001", "4.05", "4.1"])
+@pytest.mark.parametrize("cap", ["0.11", "0.15", "4.001", "4.1"])
 def test_a_run_ends_within_a_step_of_the_cap_on_a_late_device(tmp_path, knobs, monkeypatch, cap):
     """A step takes 10 ms of the host and 100 ms of the device, which starts it after the one before
     has ended. The host never waits for the current step, except near the cap."""

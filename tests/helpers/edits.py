@@ -63,15 +63,6 @@ PARTS = {  # edits that leave out a part
         "self.mlp_scale.to(x.dtype) * ": "",
     },
 }
-PART_KNOBS = {  # knobs that leave out a part
-    "initial query gain of 1.5": {"QK_GAIN_INIT": "1"},
-    "tied embeddings": {"TIE_EMBEDDINGS": "0"},
-    "Newton-Schulz": {"MUON_BACKEND_STEPS": "0"},
-    "Newton-Schulz after one step": {"MUON_BACKEND_STEPS": "1"},
-    "momentum warm-up": {"MUON_MOMENTUM_WARMUP_STEPS": "0"},
-    "warmdown": {"WARMDOWN_FRAC": "0", "WARMDOWN_ITERS": "0"},
-}
-
 # ---- records/README.md: Five to copy into train_gpt.py -------------------------------------------
 BLOCKS = "        self.blocks = nn.ModuleList("
 ATTEND = "        y = attend(q, k, v)\n"
@@ -107,32 +98,6 @@ RECORD_KNOBS = {  # of train_record.py, which do the same
     "MIN_LR": "0.1",
 }  # fmt: skip
 
-# ---- The table of what neighbours have found -----------------------------------------------------
-NEIGHBOURS = {
-    "cautious weight decay": {
-        UPDATE: (
-            "            for p, update in zip(params, combined, strict=True):\n"
-            "                mask = update * p > 0  # where the update shrinks the weight\n"
-            f'                p.sub_(mask * p, alpha=0.1 * group["lr"])\n{UPDATE}'
-        ),
-    },
-    "weight decay to 0": {
-        UPDATE: (
-            '            decay = 0.1 * group["lr"] / group["base_lr"]  # falls with the rate\n'
-            f'            torch._foreach_mul_(params, 1 - decay * group["lr"])\n{UPDATE}'
-        ),
-    },
-    "NorMuon": {
-        UPDATE: (
-            "            for p, u in zip(params, combined, strict=True):\n"
-            "                norm, square = u.norm(), u.float().square().mean(1, keepdim=True)\n"
-            '                mean = self.state[p].setdefault("rows", torch.zeros_like(square))\n'
-            "                u.div_(mean.lerp_(square, 0.05).sqrt() + 1e-8)\n"
-            f"                u.mul_(norm / (u.norm() + 1e-7))\n{UPDATE}"
-        ),
-    },
-}
-
 # ---- EXERCISES.md, by the number of the exercise -------------------------------------------------
 FLAG = "            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1\n"
 LOSS = "        loss = state.model(*batch) * (1 / grad_accum_steps)\n"
@@ -151,25 +116,11 @@ EXERCISES = {
 }
 
 # ---- On no page ----------------------------------------------------------------------------------
-MLP = """\
-        self.fc = CastedLinear(hp.model_dim, hp.mlp_mult * hp.model_dim, bias=False)
-        self.proj = CastedLinear(hp.mlp_mult * hp.model_dim, hp.model_dim, bias=False)
-"""
-SWIGLU = """\
-        hidden = (hp.mlp_mult * hp.model_dim * 2 // 3 + 7) // 8 * 8
-        self.gate = CastedLinear(hp.model_dim, hidden, bias=False)
-        self.fc = CastedLinear(hp.model_dim, hidden, bias=False)
-        self.proj = CastedLinear(hidden, hp.model_dim, bias=False)
-"""
 BEFORE_INIT = "        self.init_weights()\n\n"
 NORM = "        x = x0 = rms_norm(x)\n"
 LAST_NORM = "        logits = self.output(rms_norm(x).flatten(0, 1))\n"
 GROUPS = 'OPTIMIZER_GROUPS = {"tok_emb.": "embed", "lm_head.": "head", "skip_weights": "scalar"}\n'
 OTHERS = {
-    "swiglu": {
-        MLP: SWIGLU,
-        RELU_SQUARED: "        hidden = F.silu(self.gate(x)) * self.fc(x)\n",
-    },
     "untied": {"tie_embeddings: bool = True": "tie_embeddings: bool = False"},
     "bigram": {
         BEFORE_INIT: f"        self.bigram = nn.Parameter(torch.zeros(512, D))\n{BEFORE_INIT}",
