@@ -105,7 +105,7 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
         compare_runs.main(command.split())
     gain, rule = re.search(r"gain: (.*)\nrule: (evidence of pairs, level 0.05):", again).groups()
     compared = capsys.readouterr().out
-    assert f"rule: {rule}, as both" in compared and f"seed: {gain}\n" in compared
+    assert f"rule: {rule}; " in compared and f"seed: {gain}\n" in compared
     (tmp_path / "matplotlib.py").write_text("import no_such_module")
     words, environ["PYTHONPATH"] = ["--seeds", "2", "3", "1"], str(tmp_path)
     code, output, errors = run(*words, "--picture", str(picture), **environ)
@@ -136,8 +136,7 @@ def test_a_change_is_tried_once_and_as_a_baseline_gets_fresh_seeds(tmp_path, run
     output = run(*on_top, GAIN_POWER="0.5")[1]
     top = ledger(out)[-1]
     assert (top["change"], top["first_seed"], top["pairs"]) == ("SCALAR_LR=0.1", "2", "1")
-    assert "GAIN_POWER=0.5" in top["knobs"] and "the seeds 1 chose this baseline" in output
-    assert "changes tried: 2" in output
+    assert "GAIN_POWER=0.5" in top["knobs"] and "changes tried: 2" in output
     output = run(*command, "5")[1]  # to confirm it changes nothing for what builds on it
     assert "changes tried: 2" in output and ledger(out)[-1]["first_seed"] == "5"
     again = run(*on_top, GAIN_POWER="0.5")[1]
@@ -187,26 +186,25 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
 
 
 def test_a_second_start_in_the_same_folder_is_refused(tmp_path, run):
-    """If an argument is wrong, the message is about it."""
     with open(tmp_path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for setting, words in (("MATRIX_LR=0.2", "is running"), ("MATRIX_LR=x", "MATRIX_LR='x'")):
-            code, output, errors = run("--out", str(tmp_path), "--set", setting)
-            assert (code, output) == (2, "") and words in errors
+        code, output, errors = run("--out", str(tmp_path), "--set", "MATRIX_LR=0.2")
+    assert (code, output) == (2, "") and "is running" in errors
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["--set", "MATRX_LR=0.1"], "did you mean MATRIX_LR?"),
-        (["--set", "XSA_LAYERS=2"], "it is a knob of tests/records/train_record.py: add --script"),
+        (
+            ["--set", "XSA_LAYERS=2"],
+            "did you mean a knob of --script tests/records/train_record.py",
+        ),
         (["--set", "SEED=5"], "use --seeds"),
-        (["--set", "MATRIX_LR", "0.1"], "--set MATRIX_LR: write KNOB=VALUE"),
-        (["--base", str(ROOT / "README.md")], "has no script"),
-        (["--base", str(ROOT / "data/caseops.py")], "is not a train_gpt.py"),
+        (["--set", "MATRIX_LR=x"], "MATRIX_LR='x'"),
         (["--base", str(SCRIPT)], "git show HEAD~1:"),
         (["--jobs", "-1"], "argument --jobs: '-1' is not a whole number >= 1"),
-        (["--picture", f"{SCRIPT}/a.png"], "a.png: File exists: name another file"),
+        (["--picture", f"{SCRIPT}/a.png"], "name another file"),
     ],
 )
 def test_user_errors_are_one_line_before_any_run(run, arguments, words):
@@ -233,21 +231,18 @@ def test_a_module_that_is_not_installed_is_refused(tmp_path, run, place, line, w
     assert (code, errors.count("\n")) == (2, 1) and words in errors
 
 
-def test_quick_keeps_a_presets_warmdown_and_variables_of_an_edit_belong_to_its_runs(tmp_path):
+def test_variables_that_an_edit_reads_belong_to_its_runs(tmp_path):
     """Also if the script is packed."""
     script, packed = tmp_path / "mine.py", tmp_path / "packed.py"
     script.write_text(f"{SCRIPT.read_text()}\nSCALE = __import__('os').getenv('my_scale')\n")
     packed.write_text(pack.pack(script))
-    args = experiment.Namespace(quick=True, out=tmp_path, launch="")
+    args = experiment.Namespace(quick=False, out=tmp_path, launch="")
     for path in (script, packed):
         facts = []
         for value in "112":
             args.environ = {"my_scale": value, "other": str(len(facts))}
             facts.append(experiment.load_side("candidate", path, {}, args).facts)
         assert facts[0] == facts[1] != facts[2]
-    for args.environ, frac in (({"PRESET": "demo"}, 0.8), ({}, 0.3)):
-        hp = experiment.load_side("baseline", SCRIPT, {}, args).hp
-        assert (hp.iterations, hp.warmdown_frac) == (150, frac)
 
 
 def test_other_texts_are_not_compared_and_other_data_get_other_folders(tmp_path, dataset, run):
@@ -296,8 +291,7 @@ def finished_pairs(
             run.folder.mkdir(parents=True)
             (run.folder / "final_result.json").write_text(json.dumps(facts))
     args = experiment.Namespace(by=0.0, alpha=0.05, seeds=None, ledger=folder / "ledger.tsv")
-    args.minutes, args.deadline, args.started = 2, math.inf, time.monotonic() - 60
-    args.jobs, args.command = 1, "python x.py --seeds 1"
+    args.deadline, args.command = math.inf, "python x.py --seeds 1"
     row = {"baseline": "old", "candidate": "new", "by": "0", "first_seed": "1"}
     return experiment.Experiment(args, pairs, row)
 
@@ -330,17 +324,6 @@ def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path
     (run.folder / "final_result.json").write_text("{")
     with pytest.raises(ValueError, match="new/1/final_result.json is not JSON .*delete it"):
         run.result()
-
-
-def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys):
-    """Two runs took a minute. A third was finished before, so the other three take 1.5 minutes."""
-    found = finished_pairs(tmp_path, (3.0, 2.8), (3.1,), ())
-    for run in found.pairs[0]:
-        run.process = subprocess.Popen(["true"])
-        run.process.wait()
-    assert not found.is_over()
-    out = capsys.readouterr().out
-    assert re.search(r"three pairs.* 2\.\d minutes, MORE THAN --minutes 2", out)
 
 
 def test_training_ends_with_a_mean_below_zero_but_not_with_seeds(tmp_path):
@@ -389,19 +372,14 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
 
 def test_fields_never_break_the_ledger_and_damage_is_named(tmp_path):
     path = tmp_path / "ledger.tsv"
-    names = "change baseline candidate first_seed evidence verdict unit pairs"
-    head, line = ("\t".join(words.split()) for words in (names, "A=1 a b 7 120 better nats 3"))
-    path.write_text(f"{head}\n{line}\n")
+    names = "change baseline candidate first_seed evidence verdict by seeds"
+    head, line = ("\t".join(words.split()) for words in (names, "A=1 a b 7 120 better 0 7"))
+    path.write_text(f"\ufeff{head}\r\n{line}\r\n\r\n", encoding="utf-8")  # as a spreadsheet does
     (row,) = ledger(tmp_path)
-    assert (row["by"], row["seeds"]) == ("0.005", "7 8 9")
-    assert experiment.ledger.fresh_seeds(3, [7, 1, 3, 3]) == [2, 4, 5]
     change = "a\tb\r\nc\x0bd\u2028e\x85f \udcff"
-    new = {**row, "first_seed": "1", "seeds": "1", "change": change}
-    experiment.ledger.update(path, new, len)
+    experiment.ledger.update(path, {**row, "first_seed": "1", "change": change}, len)
     old, new = ledger(tmp_path)
-    assert old == {**row, "evidence": "4"} and new["change"] == "a b c d e f \\udcff"
-    path.write_bytes("\ufeff".encode() + path.read_bytes().replace(b"\n", b"\r\n") + b"\n")
-    assert ledger(tmp_path) == [old, new]
+    assert old == {**row, "evidence": "2"} and new["change"] == "a b c d e f \\udcff"
     for damage in ("\t\t3", "xxxxx", line.replace("120", "nan")):
         path.write_text(f"{head}\n{line}\n{damage}\n")
         with pytest.raises(ValueError, match="ledger.tsv, line 3 is damaged: correct"):

@@ -67,7 +67,7 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     assert result.returncode == 0, result.stdout
     rows = read_report(tmp_path)
     assert not [row for row in rows.values() if row.startswith("FAILED")]
-    _, _, first, *steps, _, _, here, seed, tests, _, _, both = rows.values()
+    _, first, *steps, _, _, here, seed, tests, _, _, both = rows.values()
     assert re.search(r"^cpu .*<br>plain .*<br>ratio .*\dx$", first)
     slots = [re.match(r"cpu torch.float32 slots:(\d) .*TFLOP/s, ", row)[1] for row in steps]
     assert slots == ["4", "2", "1", "1"]

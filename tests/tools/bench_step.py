@@ -138,8 +138,7 @@ def main() -> int:
         if not args.alone:
             steps["plain"] = plain_steps(state)
         times = measure(steps, args.rounds, runtime.device)
-        flops = model_flops(state.gpt)
-        flops = {kind: value * hp.train_batch_tokens for kind, value in flops.items()}
+        flops = {k: n * hp.train_batch_tokens for k, n in model_flops(state.gpt).items()}
         if args.kernels and runtime.device.type == "cuda":
             rate = 1e9 * product_rate(runtime) * runtime.world_size  # FLOPs in a millisecond
             flops_ms = {kind: value / rate for kind, value in flops.items()}

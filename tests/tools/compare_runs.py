@@ -24,7 +24,6 @@ from typing import NoReturn
 import numpy as np
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -39,8 +38,8 @@ SHARED_FACTS = ("data", "validation", "batch", "length", "time_limit", "stride")
 # Columns of the table: width and format.
 COLUMNS = {
     "seed": (8, ".0f"), "steps": (7, ".0f"), "ms_per_step": (13, ".2f"),
-    "tokens_per_second": (19, ",.0f"), "val_loss": (10, ".6f"), "val_bpb": (10, ".6f"),
-    "memory_mib": (12, ".0f"), "artifact_bytes": (16, ",.0f"), "total_bytes": (13, ",.0f"),
+    "val_loss": (10, ".6f"), "val_bpb": (10, ".6f"), "memory_mib": (12, ".0f"),
+    "artifact_bytes": (16, ",.0f"), "total_bytes": (13, ",.0f"),
 }  # fmt: skip
 AVERAGED = [name for name in COLUMNS if name not in ("seed", "steps", "memory_mib")]
 
@@ -89,34 +88,29 @@ def find_warnings(groups: list[Group]) -> list[str]:
     warnings, facts = [], SHARED_FACTS
     if list_different(runs, "tokenizer"):  # then compare the bytes of the validation texts
         facts = SHARED_FACTS[2:]
-        texts = list_texts(runs)
-        if texts:
+        if texts := list_texts(runs):
             warnings.append(f"the runs differ in validation text: {texts}")
     for fact in facts:
         if values := list_different(runs, fact):
             warnings.append(f"the runs differ in {fact}: {values}")
     for group in groups if groups[0].name != "runs" else ():
         seeds = group.values("seed")
-        if repeat := group.find_repeat():
-            warnings.append(f"{group.name}: {repeat}")
-        elif len({*seeds}) < len(seeds):
+        if len({*seeds}) < len(seeds):
             warnings.append(f"{group.name}: runs have the same seed")
     return warnings
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-def pair_by_seed(sides: list[list[Run]]) -> tuple[list[tuple[Run, Run]], str]:
-    """Pair all runs of the smaller side by their seed. Returns [] and the reason if a seed is
-    missing or repeated, or if the scripts differ: the same seed then gives other weights."""
+def pair_by_seed(sides: list[list[Run]]) -> list[tuple[Run, Run]]:
+    """Pair all runs of the smaller side by their seed. Returns [] if a seed is missing or repeated,
+    or if the scripts differ: the same seed then gives other weights."""
     first, second = ({run.facts.get("seed", ""): run for run in side} for side in sides)
     seeds = sorted(first.keys() & second.keys() - {""}, key=int)
-    if list_different(sum(sides, []), "score"):
-        return [], "the scripts differ"
-    if len(first) + len(second) < sum(map(len, sides)):
-        return [], "a seed occurs twice on a side"
-    if len(seeds) < min(map(len, sides)):
-        return [], "the sides have other seeds"
-    return [(first[seed], second[seed]) for seed in seeds], "both sides have these seeds"
+    is_repeated = len(first) + len(second) < sum(map(len, sides))
+    is_missing = len(seeds) < min(map(len, sides))
+    if is_repeated or is_missing or list_different(sum(sides, []), "score"):
+        return []
+    return [(first[seed], second[seed]) for seed in seeds]
 
 
 def run_welch(groups: list[Group], unit: str, by: float, alpha: float) -> tuple[bool, str]:
@@ -126,7 +120,8 @@ def run_welch(groups: list[Group], unit: str, by: float, alpha: float) -> tuple[
     p = stats.ttest_ind(baseline, candidate + by, equal_var=False, alternative="greater").pvalue
     verdict = "no, it is worse" if high < 0 else "shown" if p < alpha else "not shown"
     gain = f"{(low + high) / 2:.5f} {unit}, 95 % confidence interval {low:.5f} to {high:.5f}"
-    return p < alpha, f"all runs: {gain}\n  better by more than {by:g}? {verdict} (p = {p:.2g})"
+    gain = f"all runs, as seeds or scripts differ: {gain}"
+    return p < alpha, f"{gain}\n  better by more than {by:g}? {verdict} (p = {p:.2g})"
 
 
 def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
@@ -136,15 +131,14 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
         if len(group.finished) < 2:
             few = f"{len(group.finished)} finished; each side needs two, preferably more"
             return 2, f"not tested: {group.name}: {few}"
-        if group.find_repeat():
-            return 2, f"not tested: {group.name}: a model counts only once"
+        if repeat := group.find_repeat():
+            return 2, f"not tested: {group.name}: {repeat}"
     sides = [group.finished for group in groups]
     runs = sum(sides, [])
     if strides := list_different(runs, "stride"):
-        advice = "score all runs with the same EVAL_STRIDE"
-        return 2, f"not tested: SCORES OF DIFFERENT STRIDES ({strides}): {advice}"
+        return 2, f"not tested: SCORES OF DIFFERENT STRIDES ({strides}): use one EVAL_STRIDE"
     unit = common_unit(runs, tolerance=1e-6)
-    pairs, reason = pair_by_seed(sides)
+    pairs = pair_by_seed(sides)
     if pairs:
         rule = "evidence of pairs"
         figure = anytime.SCORES[unit]
@@ -155,8 +149,7 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
     else:
         rule = "Welch's t-test"
         is_shown, text = run_welch(groups, unit, by, alpha)
-    rule = f"rule: {rule}, level {alpha:g}, as {reason}; baseline minus candidate:"
-    return int(not is_shown), f"{rule}\n{text}"
+    return int(not is_shown), f"rule: {rule}, level {alpha:g}; baseline minus candidate:\n{text}"
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -166,7 +159,7 @@ def format_table(groups: list[Group]) -> str:
     rows: list[tuple[str, dict[str, float]]] = []
     for group in groups:
         rows.append((group.name, {}))
-        rows += [(f"  {run.name}", run.figures) for run in group.runs]
+        rows += [(f"  {run.path}", run.figures) for run in group.runs]
         if group.name != "runs" and not group.find_repeat():
             values = {figure: group.values(figure) for figure in AVERAGED}
             means = {figure: fmean(known) for figure, known in values.items() if known}
@@ -190,7 +183,7 @@ def format_report(groups: list[Group], verdict: str) -> str:
     runs = [run for group in groups for run in group.finished]
     lines = sorted({run.facts["score"] for run in runs})
     for line in lines:
-        names = [run.name for run in runs if run.facts["score"] == line]
+        names = [str(run.path) for run in runs if run.facts["score"] == line]
         notes.append(f"scores: {line}" + f" in {', '.join(names)}" * (len(lines) > 1))
     blocks = [format_table(groups), "\n".join(notes), verdict]
     return "\n\n".join(block for block in blocks if block)
@@ -228,9 +221,7 @@ def draw_curves(axes: Axes, groups: list[Group], colors: list[str], unit: str) -
     title = "training (lines) and validation (points)"
     if unit != "nats":  # tokenizers differ, and no log has the bytes of the training text
         title = "validation (points), training (lines, with validation's bytes per token)"
-    axes.set_title(title, fontsize="medium")
-    axes.set(xlabel="step", ylabel=f"loss in {unit}", ylim=(low, high))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(title=title, xlabel="step", ylabel=f"loss in {unit}", ylim=(low, high))
     axes.grid(alpha=0.3)
 
 
@@ -241,29 +232,26 @@ def draw_scores(axes: Axes, groups: list[Group], colors: list[str], unit: str) -
         losses = group.values(figure)
         axes.plot([x] * len(losses), losses, "o", color=color)
     if [group.name for group in groups] == ["baseline", "candidate"]:
-        for pair in pair_by_seed([group.finished for group in groups])[0]:
+        for pair in pair_by_seed([group.finished for group in groups]):
             losses = [run.figures[figure] for run in pair]
             axes.plot([0, 1], losses, color="gray", linewidth=0.8, zorder=0)
-    axes.set(xlim=(-0.5, len(groups) - 0.5), xticks=[])
-    axes.set_title(f"final losses in {unit}", fontsize="medium")
+    axes.set(title=f"final losses in {unit}", xlim=(-0.5, len(groups) - 0.5), xticks=[])
     axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(alpha=0.3)
 
 
 def draw(groups: list[Group]) -> Figure:
     """Draw the losses of each side, or of each run, best score first."""
-    rcParams["text.usetex"] = False  # a user's matplotlibrc may set it
+    rcParams.update({"text.usetex": False, "axes.titlesize": "medium"})  # whatever users set
     runs = [run for group in groups for run in group.runs if run.train or run.val]
     unit = common_unit(runs, tolerance=1e-3)
     legend = {"loc": "outside lower center", "fontsize": "small", "frameon": False}
     if groups[0].name == "runs":
         runs.sort(key=lambda run: run.figures.get("val_bpb", math.inf))
         scores = ["" if run.unfinished else f": {run.figures['val_bpb']:.4f}" for run in runs]
-        groups = [Group(run.name + score, [run]) for run, score in zip(runs, scores, strict=True)]
+        groups = [Group(f"{r.path}{score}", [r]) for r, score in zip(runs, scores, strict=True)]
         legend |= {"title": "score in bits per byte", "title_fontsize": "small"}
-    many = np.linspace(0, 1, len(groups))
-    colors = colormaps["turbo"](many) if len(groups) > 10 else colormaps["tab10"].colors
-    colors = [to_hex(color) for color in colors[: len(groups)]]
+    colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))
     legend["ncols"] = max(1, 120 // (max(len(group.name) for group in groups) + 8))
     height = 4.5 + 0.2 * math.ceil(len(groups) / legend["ncols"])  # in inches
     figure = Figure(figsize=(9, height), layout="constrained")
@@ -284,10 +272,9 @@ def draw(groups: list[Group]) -> Figure:
 # ---- command line --------------------------------------------------------------------------------
 def main(arguments: list[str] | None = None) -> NoReturn:
     parser = start_program(__doc__)
-    logs_help = "runs to show (default: the newest log in logs/, with a picture next to it)"
     logs = {"type": existing_file, "metavar": "LOG"}
     by, alpha = files.number(float), files.number(float, 0, 1, exclusive=True)
-    parser.add_argument("logs", nargs="*", help=logs_help, **logs)
+    parser.add_argument("logs", nargs="*", help="default: the newest one in logs/", **logs)
     parser.add_argument("--baseline", nargs="+", **logs)
     parser.add_argument("--candidate", nargs="+", help="to be tested", **logs)
     parser.add_argument("--by", type=by, default=0.005, help="nats or bits per byte (0.005)")
@@ -308,9 +295,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         groups = [Group(name, [*map(read_run, paths)]) for name, paths in sides.items() if paths]
         runs = [run for group in groups for run in group.runs]
-        if len({run.name for run in runs}) < len(runs):
-            for run in runs:
-                run.name = str(run.path)
         code, verdict = judge(groups, args.by, args.alpha) if args.candidate else (0, "")
         print(format_report(groups, verdict), flush=True)
         if args.picture and not any(run.train or run.val for run in runs):
@@ -320,8 +304,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             draw(groups).savefig(args.picture, dpi=150)
             print(f"\npicture: {args.picture}")
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}" if error.strerror else error
-        print(f"{Path(__file__).name}: {problem}", file=sys.stderr)
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
 

@@ -39,7 +39,7 @@ import anytime
 import ledger
 from jobs import Run, Side, train
 from logs import list_texts, read_run, read_script
-from trained import OWN, RECORD, SCRIPT, check_picture, existing_file, files, load_script
+from trained import OWN, SCRIPT, check_picture, existing_file, files, load_script
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
@@ -95,10 +95,9 @@ def read_sources(args: Namespace) -> tuple[list[bytes], str]:
 
 def load_alone(path: Path) -> ModuleType:
     """Load a script. Raises ValueError if that loads a module that is not installed."""
-    older = {*sys.modules}
+    installed = {*sys.modules, *sys.stdlib_module_names}
     script = load_script(path)
-    installed = {*older, *sys.stdlib_module_names, script.__name__}
-    for name in sorted({*sys.modules} - older):
+    for name in sorted({*sys.modules} - installed - {script.__name__}):
         file = getattr(sys.modules[name], "__file__", None) or ""
         if name.split(".")[0] not in installed and "-packages" not in file and file[-3:] == ".py":
             raise ValueError(f"{path} loads {name} from {file}: put it into the script")
@@ -124,12 +123,9 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
     read = {k: environ[k] for k in sorted(environ) if k in texts and k != "_"}
     known = [*map(str.upper, knobs), *filter(str.isupper, read)]
     for knob in own.keys() - known:
-        near = difflib.get_close_matches(knob.upper(), known, n=1, cutoff=0.85)
-        advice = f"did you mean {near[0]}?" if near else "see `train_gpt.py --help`"
-        if RECORD.is_file() and hasattr(load_script(RECORD).Hyperparameters, knob.lower()):
-            record = RECORD.relative_to(SCRIPT.parent)
-            advice = f"it is a knob of {record}: add --script {record}"
-        raise ValueError(f"{knob} is not a knob of the candidate: {advice}")
+        record = "a knob of --script tests/records/train_record.py"
+        near = difflib.get_close_matches(knob.upper(), known, n=1, cutoff=0.85) or [record]
+        raise ValueError(f"{knob} is not a knob of the candidate: did you mean {near[0]}?")
     variables = [k for k in environ if k in read or k in map(str.upper, asdict(hp))]
     facts = [importlib.util.decode_source(source), knobs, read]
     command = [*(shlex.split(args.launch) or [sys.executable]), str(path)]
@@ -206,9 +202,6 @@ class Experiment:
                     raise ValueError(f"the sides are scored on different texts, of {texts}")
             self.judge()
             print(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}")
-            is_new = pair[0].process or pair[1].process
-            if len(self.gains) == 1 and is_new and self.args.minutes < math.inf:
-                self.show_forecast()
             if self.row["verdict"] != "not yet" and not self.args.seeds:
                 break
         return True
@@ -216,16 +209,6 @@ class Experiment:
     def gain(self, pair: tuple[Run, Run]) -> float:
         baseline, candidate = (run.result()[anytime.SCORES[self.unit]] for run in pair)
         return baseline - candidate
-
-    def show_forecast(self) -> None:
-        """Say after the first pair whether three pairs fit into --minutes."""
-        runs, jobs = [run for pair in self.pairs[:3] for run in pair], self.args.jobs
-        trained = sum(run.process is not None and run.result() is not None for run in runs)
-        missing = sum(run.result() is None for run in runs)
-        rounds = 1 + math.ceil(missing / jobs) / math.ceil(trained / jobs)
-        minutes, limit = (time.monotonic() - self.args.started) / 60 * rounds, self.args.minutes
-        fits = f"{'within' if minutes <= limit else 'MORE THAN'} --minutes {limit:g}"
-        print(f"three pairs, the fewest for a gain: about {minutes:.1f} minutes, {fits}")
 
     def judge(self) -> None:
         """Write the verdict to the ledger, once there is a pair."""
@@ -313,8 +296,8 @@ class Experiment:
         if self.args.picture:
             result = subprocess.run([sys.executable, *words], capture_output=True)
             if b"\npicture: " not in result.stdout:
-                errors = result.stderr.decode(errors="replace").strip().splitlines()
-                print(f"WARNING: no picture: {errors[-1] if errors else result.returncode}")
+                errors = result.stderr.decode(errors="replace").splitlines()
+                print("WARNING: no picture:", *errors[-1:])
         else:
             print(f"to draw the pairs:\n    {shlex.join(['python', *words])}")
 
@@ -333,8 +316,7 @@ def lock_folder(args: Namespace) -> None:
         print(f"WARNING: {args.out} cannot be locked ({error}): start no second experiment there")
     data = args.out / "data"  # where the script looks for the demo's builder
     with suppress(OSError):  # there is a folder, or the disk has no links
-        if data.is_symlink():  # perhaps of another checkout
-            data.unlink()
+        data.unlink(missing_ok=True)  # perhaps a link of another checkout
         data.symlink_to(SCRIPT.with_name("data"))
     num_gpus = 0 if os.environ.get("DEVICE") == "cpu" else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
@@ -354,8 +336,6 @@ def choose_seeds(args: Namespace, sides: dict[str, str]) -> list[int]:
     begun = [row for row in rows if row.items() >= sides.items()]
     own = ledger.seeds_of(sorted(begun, key=lambda row: int(row["first_seed"]))[:1])
     stored = ledger.seeds_of(row for row in rows if row["candidate"] == sides["baseline"])
-    if stored:
-        print(f"the seeds {' '.join(map(str, sorted({*stored})))} chose this baseline")
     fresh = ledger.fresh_seeds(args.until_sure, stored)
     return list(dict.fromkeys([*own, *fresh]))[: args.until_sure]
 
@@ -369,10 +349,9 @@ def prepare(args: Namespace) -> Experiment:
     baseline = prepare_side("baseline", sources[0], {}, args)
     candidate = prepare_side("candidate", sources[1], args.own, args)
     if baseline.folder == candidate.folder:
-        old = f"git show HEAD~1:./{os.path.relpath(args.script)} > old.py"
-        advice = f"If you committed the edit: {old}, and --base old.py"
+        old = f"git show HEAD~1:./{os.path.relpath(args.script)} > old.py, and --base old.py"
         problem = f"nothing to compare: edit {args.script}, or --set another value"
-        raise ValueError(f"{problem}. {advice}")
+        raise ValueError(f"{problem}. If you committed the edit: {old}")
     check_scores(baseline, candidate)
     given = [f"{k}={shlex.quote(os.environ[k])}" for k in baseline.variables if k in os.environ]
     args.command = " ".join([*given, args.command])
@@ -384,8 +363,7 @@ def prepare(args: Namespace) -> Experiment:
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
     row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in baseline.variables)
     row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
-    args.started = time.monotonic()  # of the training
-    args.deadline = args.started + 60 * args.minutes
+    args.deadline = time.monotonic() + 60 * args.minutes
     return Experiment(args, [(Run(baseline, seed), Run(candidate, seed)) for seed in seeds], row)
 
 
@@ -434,10 +412,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped: the same command continues from here", file=sys.stderr)
         return 130
-    except SyntaxError as error:  # it names the script and the line
-        print(f"experiment.py: {error}: fix it", file=sys.stderr)
-    except (ValueError, OSError, SystemExit) as error:
-        print(f"experiment.py: {error}", file=sys.stderr)
+    except (SyntaxError, ValueError, OSError, SystemExit) as error:
+        advice = ": fix it" if isinstance(error, SyntaxError) else ""
+        print(f"experiment.py: {error}{advice}", file=sys.stderr)
     except Exception:
         sys.excepthook(*sys.exc_info())
     return 2

@@ -23,21 +23,17 @@ from logs import read_run
 from trained import SCRIPT, existing_file, start_program
 
 import train_gpt
-from train_gpt import Hyperparameters, InputError
+from train_gpt import Hyperparameters
 
 BENCH = [bench_step.__file__, "--alone", "--rounds=10"]
 TESTS = ["-m", "pytest", "-q", f"{SCRIPT.parent}/tests/test_gpu.py", "-k", "not record"]
 DEMO = "PRESET=demo BATCH_SLOTS=8 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
 TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIONS=5"
 HUNDRED = "ITERATIONS=100 WARMUP_STEPS=3 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0"
-HEAD = (
-    "Send this file in an issue or a pull request.\n\n| part | result | seconds |\n|---|---|---|\n"
-)
 HOW = "not measured: --reference FILE, train_gpt.py of https://github.com/openai/parameter-golf"
 # Name; deadline in seconds from the start; Python's arguments; knobs; output lines to show.
 PARTS = [
-    ("a large product", 50, [__file__, "product"], "", 1),
-    ("a large copy", 65, [__file__, "copy"], "", 1),
+    ("a large product, a large copy", 65, [__file__, "rates"], "", 2),
     ("as trained", 185, [bench_step.__file__, "--kernels"], "", 20),
     ("4 slots", 240, BENCH, "BATCH_SLOTS=4", 4),
     ("2 slots", 295, BENCH, "BATCH_SLOTS=2", 4),
@@ -50,11 +46,10 @@ PARTS = [
     ("tests marked gpu", 590, TESTS, "", 1),
 ]
 # With --reference FILE, in place of the tests.
-LOGS = ["ours/logs/100.txt", "theirs/logs/100.txt"]
 REFERENCE_PARTS = [
-    ("100 steps", 545, [__file__, "train", SCRIPT, "ours"], f"{HUNDRED} RUN_ID=100", 1),
-    ("100 steps of FILE", 585, [__file__, "train", "FILE", "theirs"], f"{HUNDRED} RUN_ID=100", 1),
-    ("100 steps and FILE's", 590, [__file__, "compare", *LOGS], "", 1),
+    ("100 steps", 545, [__file__, "train", SCRIPT], f"{HUNDRED} RUN_ID=ours", 1),
+    ("100 steps of FILE", 585, [__file__, "train", "FILE"], f"{HUNDRED} RUN_ID=theirs", 1),
+    ("100 steps and FILE's", 590, [__file__, "compare", "logs/ours.txt", "logs/theirs.txt"], "", 1),
 ]
 
 
@@ -64,19 +59,11 @@ def text_knobs() -> dict[str, str]:
     return {name: os.path.abspath(os.environ.get(name, train_gpt.DEMO[name])) for name in names}
 
 
-def open_runtime() -> train_gpt.Runtime:
-    return train_gpt.open_runtime(Hyperparameters.from_env(os.environ))
-
-
-def product() -> None:
-    """Time a product of matrices. A rented GPU may be slower than others of its kind."""
-    runtime = open_runtime()
+def rates() -> None:
+    """Time a product of matrices and a copy. A rented GPU may be slower than others of its kind."""
+    runtime = train_gpt.open_runtime(Hyperparameters.from_env(os.environ))
+    device = runtime.device
     print(f"{bench_step.product_rate(runtime):.4g} TFLOP/s, in {runtime.dtype}")
-
-
-def copy() -> None:
-    """Time a copy in the GPU's memory."""
-    device = open_runtime().device
     size = min(2**32, torch.cuda.mem_get_info()[0] // 4) if device.type == "cuda" else 2**24
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -106,12 +93,10 @@ def repeat() -> None:
     print(f"20 steps, largest difference of train_loss {difference:.6f} nats")
 
 
-def train(script: str, name: str) -> None:
-    """Run a script in a folder of its own: the challenge's writes into the folder it starts in."""
-    folder = Path(os.environ["OUTPUT_DIR"], name)
-    os.environ |= {**text_knobs(), "OUTPUT_DIR": "."}
-    folder.mkdir()
-    os.chdir(folder)
+def train(script: str) -> None:
+    """Run a script in OUTPUT_DIR: the challenge's writes into the folder it starts in."""
+    os.environ |= text_knobs()
+    os.chdir(os.environ["OUTPUT_DIR"])
     sys.argv = [script]
     runpy.run_path(script, run_name="__main__")
 
@@ -135,18 +120,16 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="measure nothing, try everything")
     parser.add_argument("--reference", type=existing_file, metavar="FILE", help="in place of tests")
     args = parser.parse_args()
-    try:
-        hp = Hyperparameters.from_env(os.environ)
-        device = train_gpt.open_device(hp, 0).type  # for all parts
-    except InputError as error:
-        parser.error(str(error))
+    hp = Hyperparameters.from_env(os.environ)
+    device = train_gpt.open_device(hp, 0).type  # for all parts
     if device == "cpu" and not args.tiny:
         parser.error("no GPU here, or DEVICE=cpu: --tiny tries everything on a CPU, in a minute")
     defaults = asdict(Hyperparameters(run_id=hp.run_id))
     differ = [f"{k.upper()}={v}" for k, v in asdict(hp).items() if v != defaults[k]]
     gpu = getoutput("nvidia-smi --query-gpu=name,driver_version --format=csv,noheader")
     facts = f"{gpu}, torch {torch.__version__}, commit {getoutput('git describe --always --dirty')}"
-    report = f"{facts}\n\nknobs: {' '.join(differ) or 'the defaults'}\n\n{HEAD}"
+    report = f"{facts}\n\nknobs: {' '.join(differ) or 'the defaults'}\n\n"
+    report += "| part | result | seconds |\n|---|---|---|\n"
     if not args.reference:
         report += f"| the challenge's script | {HOW} | 0 |\n"
     parts = [*PARTS[:-1], *REFERENCE_PARTS] if args.reference else PARTS
@@ -169,6 +152,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    functions = {part.__name__: part for part in (product, copy, compare, repeat, train)}
+    functions = {part.__name__: part for part in (rates, compare, repeat, train)}
     name, *arguments = sys.argv[1:] or [""]
-    sys.exit(functions[name](*arguments) if name in functions else main())
+    train_gpt.leave(lambda: functions[name](*arguments) if name in functions else main())

@@ -20,18 +20,13 @@ def fresh_seeds(number: int, stored: Iterable[int]) -> list[int]:
 def read(path: Path) -> list[dict]:
     """Read the rows. Raises ValueError with the line that is damaged."""
     text = path.read_text(encoding="utf-8-sig", errors="replace") if path.exists() else ""
-    header, *lines = [line.rstrip("\r").split("\t") for line in text.split("\n")]
+    header, *lines = [line.split("\t") for line in text.splitlines() if line] or [[]]
     rows = []
     for number, fields in enumerate(lines, start=2):
-        if fields == [""]:
-            continue
         try:
             row = dict(zip(header, fields, strict=True))
-            first, pairs = int(row["first_seed"]), int(row["pairs"])
-            # Earlier versions had neither column, and this margin.
-            row.setdefault("by", "0.005")
-            row.setdefault("seeds", " ".join(map(str, range(first, first + pairs))))
             numbers = [float(row["evidence"]), float(row["by"]), *seeds_of([row])]
+            int(row["first_seed"])
             if math.isnan(sum(numbers)) or not {"baseline", "candidate", "verdict"} <= {*row}:
                 raise ValueError(row)
         except (KeyError, ValueError):

@@ -21,7 +21,7 @@ FACT_LINES = (
     r"^val_bpb:enabled .*tokenizer_path=(?:.*/)?(?P<tokenizer>.+)",
     r"^train_loader:(?P<data>.*)",
     r"^val_loader:.* (?P<validation>tokens:(?P<val_tokens>\d+))",
-    r"^(?P<batch>train_batch_tokens:(?P<tokens>\d+) train_seq_len:(?P<seq_len>\d+)) "
+    r"^(?P<batch>train_batch_tokens:\d+ train_seq_len:(?P<seq_len>\d+)) "
     r"(?P<length>iterations:\d+) .*max_wallclock_seconds:(?P<time_limit>\S+)",
     r"^seed:(?P<seed>\d+)$",
     r"^peak memory allocated: (?P<memory_mib>\d+) MiB",
@@ -30,8 +30,6 @@ FACT_LINES = (
     r"^(?:\S+ val_loss:.* stride:(?P<stride>\d+).*\n)?"  # a line with four digits comes first
     r"(?P<score>\S+) val_loss:(?P<val_loss>\d+\.\d{8}) val_bpb:(?P<val_bpb>\d+\.\d{8})( .*)?$",
 )
-# Default RUN_IDs of this project and of the baseline. They do not tell what a run is.
-RANDOM_NAME = r"\d{6}-\d{6}-[0-9a-f]{4}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 HEADER = b"\n" + 100 * b"=" + b"\nRunning Python "  # follows a script in a log
 # A script's first line, which no log line can be: a comment, import, docstring, byte order mark.
 SCRIPT_START = re.compile(rb"(?m)^(?:\xef\xbb\xbf|#|(?:import|from)\s|[rRuU]?[\"'])")
@@ -43,7 +41,6 @@ class Run:
     """A run, as far as its log shows it."""
 
     path: Path
-    name: str
     facts: dict[str, str | None] = field(default_factory=dict)
     train: dict[int, float] = field(default_factory=dict)  # loss in nats per token, by step
     val: dict[int, float] = field(default_factory=dict)
@@ -54,10 +51,7 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Read the last start in a log. Raises OSError if the file is not a log."""
-    run = Run(path, path.stem)
-    folder = path.parent.parent if path.parent.name == "logs" else path.parent
-    if re.fullmatch(RANDOM_NAME, path.stem) and folder.name:
-        run.name = f"{folder.name}/{path.stem}"
+    run = Run(path)
     text = path.read_text(encoding="utf-8", errors="replace")
     *earlier, log = re.split(START_LINE, text, flags=re.M)
     # Scripts of the challenge list their knobs, perhaps before their source.
@@ -75,9 +69,6 @@ def read_run(path: Path) -> Run:
         raise OSError(f"{path} is not the log of a run")
     if run.facts.get("score") in OWN_SCORES:  # without a stride, windows are side by side
         run.facts["stride"] = run.facts["stride"] or "none"
-    if run.facts.keys() >= {"tokens", "ms_per_step"}:
-        milliseconds = float(run.facts["ms_per_step"]) or math.nan
-        run.facts["tokens_per_second"] = str(1000 * int(run.facts["tokens"]) / milliseconds)
     for name, text in run.facts.items():
         with suppress(TypeError, ValueError):
             run.figures[name] = float(text)
@@ -101,13 +92,10 @@ def list_texts(runs: list[Run]) -> str:
 
 
 def read_script(path: Path) -> bytes:
-    """The bytes of a script (.py), or of the last one in a log."""
-    return path.read_bytes() if path.suffix == ".py" else script_of_log(path)
-
-
-def script_of_log(path: Path) -> bytes:
-    """Return the script of the last start in a log file, byte for byte. Raises ValueError if the
-    file has none, or one that this Python cannot parse."""
+    """Return the bytes of a script (.py), or of that of the last start in a log. Raises ValueError
+    if a log has none, or one that this Python cannot parse."""
+    if path.suffix == ".py":
+        return path.read_bytes()
     # The last header ends the script. Nothing marks its beginning: the file's first script begins
     # the file, and a later one follows the log lines after the header before it. But that header
     # may be text in the script: then what follows it does not parse.
@@ -124,5 +112,4 @@ def script_of_log(path: Path) -> bytes:
             return script
         except (SyntaxError, ValueError) as error:
             errors.append(error)
-    advice = "name another, or use the Python of its run"
-    raise ValueError(f"{path} has a script with a syntax error: {errors[0]}: {advice}")
+    raise ValueError(f"{path} has a script with a syntax error: {errors[0]}: use its run's Python")

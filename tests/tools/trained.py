@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import sys
+import tempfile
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping, Sequence
@@ -31,8 +32,7 @@ def existing_file(name: str) -> Path:
     """Convert an argument of the command line to a Path. argparse shows the error."""
     path = files.path(name)
     if not path.is_file():
-        problem = "is a folder: name a file in it" if path.is_dir() else "is not a file"
-        raise ArgumentTypeError(f"{name!r} {problem}")
+        raise ArgumentTypeError(f"{name!r} is not a file")
     return path
 
 
@@ -42,17 +42,12 @@ def check_picture(parser: ArgumentParser, picture: Path | None, inputs: Sequence
         return
     if picture.suffix not in (".svg", ".png"):
         parser.error(f"--picture {picture} must end in .svg or .png")
-    if picture.exists() and any(map(picture.samefile, inputs)):
-        parser.error(f"--picture {picture} would overwrite an input: name another file")
     try:
+        files.check_outputs(inputs, [picture])
         picture.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not picture.exists()
-        with open(picture, "ab"):  # as a test: there may be nothing to draw
-            pass
-        if is_new:
-            picture.unlink()
-    except OSError as error:
-        parser.error(f"--picture {picture}: {error.strerror}: name another file")
+        tempfile.TemporaryFile(dir=picture.parent).close()  # can a file be written there?
+    except (OSError, ValueError) as error:
+        parser.error(f"--picture {picture}: {error}: name another file")
 
 
 def model_parser(doc: str | None) -> ArgumentParser:
@@ -102,10 +97,7 @@ def saved_facts(path: Path) -> dict[str, Any]:
         sys.exit(f"{result} is damaged: {error!r}: delete it, and set the knobs yourself")
     checksums = facts.get("crc32")  # of the run's files
     if checksums and zlib.crc32(path.read_bytes()) not in checksums.values():
-        sys.exit(
-            f"{path} is damaged, or not of the run of {result} (checksums differ): copy both files "
-            'from one run. If you made it from that run\'s weights, remove "crc32" from the result'
-        )
+        sys.exit(f"{path} is damaged, or not of {result} (crc32 differs): copy both from one run")
     if "knobs" not in facts:
         print(f"{path} and {result} have no knobs: copy the run's result there", file=sys.stderr)
     return facts
@@ -148,10 +140,9 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
         script.load_weights(gpt, data, str(path))
     except script.InputError as error:
         own = [k for k in knobs if environ.get(k, knobs[k]) != knobs[k]]
-        changed = ", ".join(f"{k}={environ[k]} (its run: {knobs[k]})" for k in own)
-        differ = f"; knobs that differ: {changed}" if changed else ""
-        advice = f"; --script {log} takes the script out of its log"
-        raise script.InputError(f"{error}{differ}{advice}") from None
+        differ = ", ".join(f"{k}={environ[k]} (its run: {knobs[k]})" for k in own) or "none"
+        advice = f"--script {log} takes the script out of its log"
+        raise script.InputError(f"{error}; knobs that differ: {differ}; {advice}") from None
     unknown, size = unknown_knobs(script, knobs), len(runtime.source)
     if unknown or size != facts.get("bytes_code", size):
         record = load_script(RECORD)
@@ -167,11 +158,8 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
 
 def compare_with_manifest(hp: Any) -> str:
     """Compare the size of the validation split with the manifest, if any. Returns the problem."""
-    try:
-        manifest, name = files.find_manifest(Path(hp.data_path))
-        datasets = files.read_manifest(manifest)["datasets"] if manifest.is_file() else {}
-    except ValueError as error:
-        return str(error)
+    manifest, name = files.find_manifest(Path(hp.data_path))
+    datasets = files.read_manifest(manifest)["datasets"] if manifest.is_file() else {}
     entry = datasets.get(name, {})
     found = sum(files.count_tokens(Path(path)) for path in glob.glob(hp.files("val")))
     wanted = {**entry, **entry.get("stats", {})}.get("tokens_val", found)
