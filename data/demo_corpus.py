@@ -89,8 +89,7 @@ def find_demo(dataset: Path, tokenizer: Path, with_caseops: bool) -> dict:
 
 
 def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> dict:
-    """Write the tokenizer, both shards and, last, the manifest, and return it. Several processes
-    may do this at once: each renames the same bytes into place."""
+    """Write the files and, last, the manifest. Several processes may do so: the bytes are equal."""
     files.write_json(dataset / MANIFEST, {})  # so that a demo's folder is known as one
     val, train = split_documents(collect_sources())
     documents = val + train
@@ -129,8 +128,10 @@ def main() -> None:
     tokenizer = args.tokenizer or HERE / f"tokenizers/demo_1024_bpe{suffix}.model"
     if any(dataset.glob("fineweb_*")) and not (dataset / MANIFEST).exists():
         parser.error(f"{dataset} has another dataset: delete it, or set another --dataset")
+    facts = find_demo(dataset, tokenizer, args.caseops)
+    if not facts and tokenizer.exists() and not tokenizer.name.startswith("demo_"):
+        parser.error(f"{tokenizer} is another tokenizer: delete it, or set another --tokenizer")
     try:
-        facts = find_demo(dataset, tokenizer, args.caseops)
         facts = facts or build(dataset, tokenizer, args.caseops)
     except OSError as error:
         sys.exit(f"{error}: make the folder writable, or start in a copy of the repository")

@@ -175,8 +175,7 @@ def read_specs(
 
 
 def sentences_of(texts: Iterable[str], limit: int, cut: bool) -> Iterator[str]:
-    """Yield the texts that SentencePiece trains on. The trainer skips texts of more than `limit`
-    bytes; `cut` divides these into lines, and long lines at spaces."""
+    """Yield texts to train on. `cut` divides those above `limit` bytes, which the trainer skips."""
     length = max(limit // 4, 1)  # in characters of at most 4 bytes
     for text in filter(None, (text.replace("\0", " ").strip() for text in texts)):
         if cut and len(text.encode()) > limit:

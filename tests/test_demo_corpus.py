@@ -25,8 +25,12 @@ def test_nothing_of_a_held_out_source_is_in_training(monkeypatch):
 
 @pytest.mark.parametrize("module", [caseops, demo_corpus, files, tokenizer_tools])
 def test_a_demo_of_an_older_script_is_made_again(tmp_path, monkeypatch, capsys, module):
-    """Otherwise a score on its text would pass for one on today's text."""
-    older, dataset, tokenizer = tmp_path / "older.py", tmp_path / "dataset", tmp_path / "a.model"
+    """Otherwise a score on its text would pass for one on today's text. Another tokenizer stays."""
+    older, dataset, tokenizer = (
+        tmp_path / "older.py",
+        tmp_path / "dataset",
+        tmp_path / "demo_a.model",
+    )
     older.write_text("an older script")
     monkeypatch.setattr(demo_corpus, "NUM_VAL_SOURCES", 4)
     monkeypatch.setattr("sys.argv", ["", f"--dataset={dataset}", f"--tokenizer={tokenizer}"])
@@ -36,5 +40,11 @@ def test_a_demo_of_an_older_script_is_made_again(tmp_path, monkeypatch, capsys, 
         monkeypatch.setattr(demo_corpus, "collect_sources", sources.copy)
         demo_corpus.main()
         demo_corpus.main()
+    other = tokenizer.rename(tmp_path / "mine.model")
+    monkeypatch.setattr("sys.argv", ["", f"--dataset={dataset}", f"--tokenizer={other}"])
+    other.write_bytes(b"mine")
+    with pytest.raises(SystemExit):
+        demo_corpus.main()
+    assert other.read_bytes() == b"mine"
     printed = capsys.readouterr().out.split("demo_corpus:documents:")[1:]
     assert printed[0] == printed[1] != printed[2] == printed[3]

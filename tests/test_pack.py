@@ -78,14 +78,16 @@ def test_the_last_script_of_a_log_is_packed_whole_or_not_at_all(tmp_path):
 def test_an_error_writes_nothing(tmp_path):
     (tmp_path / "broken.py").write_text("(")
     (tmp_path / "link.py").symlink_to("broken.py")
+    (tmp_path / "other.py").write_text("mine")
     for script, packed, words in [
         ("broken.py", "packed.py", "'(' was never closed (broken.py, line 1)"),
         ("broken.py", "link.py", "would overwrite its own source: name another file"),
+        ("broken.py", "other.py", "is no packed script: name another file"),
     ]:
         result = run(tmp_path, PACK, script, packed)
         assert result.returncode == 2 and result.stderr.endswith(f"{words}\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.py", "link.py"]
-    assert (tmp_path / "link.py").read_text() == "("
+    assert [(tmp_path / name).read_text() for name in ("link.py", "other.py")] == ["(", "mine"]
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, monkeypatch, capsys):

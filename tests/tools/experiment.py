@@ -120,7 +120,7 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
     is_packed = b"linecache.cache[__file__]" in source
     nodes = ast.walk(ast.parse(script.source if is_packed else source))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    read = {k: environ[k] for k in sorted(environ) if k in texts and k != "_"}
+    read = {k: environ[k] for k in sorted(environ) if k in texts - {"_", *map(str.upper, knobs)}}
     known = [*map(str.upper, knobs), *filter(str.isupper, read)]
     for knob in own.keys() - known:
         record = "a knob of --script tests/records/train_record.py"

@@ -59,6 +59,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.packed.exists() and args.packed.samefile(args.script):
         parser.error(f"{args.packed} would overwrite its own source: name another file")
+    if args.packed.exists() and not args.packed.read_bytes().startswith(b"# A packed script."):
+        parser.error(f"{args.packed} exists, and is no packed script: name another file")
     try:
         packed = pack(args.script, args.minify)
         files.write_file(args.packed, packed.encode())
