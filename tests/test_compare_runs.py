@@ -261,6 +261,8 @@ def test_the_picture_of_two_sides(tmp_path):
     runs = [*map(read_run, paths)]
     groups = [compare_runs.Group("baseline", runs[:4]), compare_runs.Group("candidate", runs[4:])]
     curves, _, finals = compare_runs.draw(groups).axes
+    low, high = curves.get_ylim()
+    assert low < 3.7829 and high > 6.9316
     ends = [(*line.get_xdata(), *line.get_ydata()) for line in curves.lines]
     assert ends.count((10, 18, 5.639, 3.7829)) == 7
     pairs = [[*pair] for pair in zip(BASELINE, CANDIDATE, strict=False)]
