@@ -125,9 +125,6 @@ def test_the_split_is_cut_to_whole_sequences(small, sp):
         assert validation.tokens.tolist() == tokens[:kept].tolist()
         bits = 3 * (kept - 1) / train_gpt.count_bytes(sp, tokens[:kept])
         assert validation.bits_per_byte(math.log(8)) == pytest.approx(bits)
-
-
-def test_too_few_tokens_are_an_error_that_says_what_to_do(small):
     with pytest.raises(InputError, match="100 validation tokens .*TRAIN_SEQ_LEN=100: lower it"):
         Validation(replace(small, train_seq_len=100))
 

@@ -159,14 +159,11 @@ def test_a_failed_run_ends_the_experiment_with_its_last_lines(tmp_path, run, out
 
 
 def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, small, run):
-    """The terminal is not in UTF-8, so the folder's name is printed with escapes."""
     environ = {"ITERATIONS": "400", "TRAIN_LOG_EVERY": "5", "NUM_LAYERS": "1"}
-    out = tmp_path / "运行"
+    out = tmp_path / "out"
     arguments = ["--set", "ITERATIONS=6", "--seeds", "1", "--out", str(out)]
     command = [*launch_command(0), experiment.__file__, *arguments, "--jobs", "2"]
-    process, terminal = start_in_terminal(
-        tmp_path, {**small, **environ, "PYTHONIOENCODING": "latin-1"}, command
-    )
+    process, terminal = start_in_terminal(tmp_path, {**small, **environ}, command)
     seen = b""
     while not any("step:5/400 " in path.read_text() for path in out.glob("*/1/output.txt")):
         assert process.poll() is None
@@ -176,7 +173,6 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
         while part := os.read(terminal, 1000):
             seen += part
     assert process.wait() == 130 and b"the same command continues" in seen
-    assert rb"\u8fd0\u884c" in seen
     assert list(out.glob("*/1/checkpoints/seed-1.pt"))
     output = run(*arguments, **environ)[1]
     assert "baseline, seed 1: resumed from its checkpoint" in output
@@ -370,16 +366,10 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
     assert out.endswith("    python x.py --seeds 7 8 9 10\n")
 
 
-def test_fields_never_break_the_ledger_and_damage_is_named(tmp_path):
+def test_a_damaged_line_of_the_ledger_is_named(tmp_path):
     path = tmp_path / "ledger.tsv"
     names = "change baseline candidate first_seed evidence verdict by seeds"
     head, line = ("\t".join(words.split()) for words in (names, "A=1 a b 7 120 better 0 7"))
-    path.write_text(f"\ufeff{head}\r\n{line}\r\n\r\n", encoding="utf-8")  # as a spreadsheet does
-    (row,) = ledger(tmp_path)
-    change = "a\tb\r\nc\x0bd\u2028e\x85f \udcff"
-    experiment.ledger.update(path, {**row, "first_seed": "1", "change": change}, len)
-    old, new = ledger(tmp_path)
-    assert old == {**row, "evidence": "2"} and new["change"] == "a b c d e f \\udcff"
     for damage in ("\t\t3", "xxxxx", line.replace("120", "nan")):
         path.write_text(f"{head}\n{line}\n{damage}\n")
         with pytest.raises(ValueError, match="ledger.tsv, line 3 is damaged: correct"):

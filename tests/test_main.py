@@ -40,11 +40,12 @@ def single(tmp_path_factory, knobs) -> tuple[Path, str]:
 
 
 # ---- the command line ----------------------------------------------------------------------------
-def test_help_shows_all_knobs_and_starts_nothing(tmp_path):
+def test_help_shows_all_knobs_and_another_argument_is_an_error(tmp_path):
     result = run_here(tmp_path, {}, arguments=["--help"])
     assert (result.returncode, result.stderr) == (0, "")
     for knob in fields(Hyperparameters):
         assert re.search(rf"^    {knob.name}: .* = ", result.stdout, re.M), knob.name
+    failed(run_here(tmp_path, {}, arguments=["ITERATIONS=5"]), "'ITERATIONS=5'", "--help")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -54,11 +55,6 @@ def test_a_run_goes_on_after_the_end_of_its_pipe(tmp_path, knobs):
     result = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environ, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b"")
     assert "\nfinal_int8_zlib_roundtrip_exact " in log_file(tmp_path)[1]
-
-
-def test_another_argument_is_an_error(tmp_path):
-    failed(run_here(tmp_path, {}, arguments=["ITERATIONS=5"]), "'ITERATIONS=5'", "--help")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("cuda", [None, "13.0"])

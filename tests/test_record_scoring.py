@@ -290,7 +290,7 @@ def test_adapters_learn_from_losses_without_hints(knobs, order, counted):
     )
     bounds = [sum(lengths[:i]) for i in range(6)]
     places = [place for i in counted for place in range(bounds[i], bounds[i + 1])]
-    inputs, targets = tokens[places].tolist(), tokens[[place + 1 for place in places]].tolist()
+    inputs, targets = (tokens.long()[torch.tensor(places) + i].tolist() for i in (0, 1))
     changes = (tilted - plain)[places].tolist()
     rows = [*zip(count_hints(inputs, targets, 2, 0.6), targets, changes, strict=True)]
     assert all(change == 0 for hint, _, change in rows if hint < 0)

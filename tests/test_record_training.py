@@ -57,11 +57,10 @@ SCORING = [
 
 
 def test_each_knob_of_train_record_is_shown_to_act():
-    """Plain versions show it of some. The exceptions need a GPU: OPTIMIZE_DDP changes what is
-    compiled, FLASH_ATTENTION kernels."""
+    """The exceptions need a GPU: OPTIMIZE_DDP changes what is compiled, FLASH_ATTENTION kernels."""
     knobs = [{field.name for field in fields(s.Hyperparameters)} for s in (train_gpt, train_record)]
-    plain = f"{STACK} {scoring.LORA} {scoring.PHASES} {scoring.TILT}".split()
-    acts = [words.split()[-1] for words in TRAINING + EXPORT + SCORING] + plain
+    plain = f"{STACK} {scoring.LORA} {scoring.PHASES} {scoring.TILT}"  # by plain versions
+    acts = [words.split()[-1] for words in TRAINING + EXPORT + SCORING] + plain.split()
     acts = {knob.split("=")[0].lower() for knob in acts} - knobs[0]
     assert acts | {"optimize_ddp", "flash_attention"} == knobs[1] - knobs[0]
 

@@ -6,7 +6,6 @@ Losses are normal around the baseline's. The spreads are those of the demo with 
 
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +25,6 @@ EFFECTS = (0, 0.5, 1, 2, 3)  # true gains, in units of PAIR
 GROUPS = 4000  # each has a hundred changes
 
 Result = tuple[np.ndarray, float]  # mask of the changes it keeps; runs for a hundred changes
-
-
-def first_that_passes(gains: np.ndarray) -> Result:
-    """A z-test with the spread of the median change, after each of eight pairs."""
-    passes = gains[..., :8].cumsum(axis=2) / np.sqrt(np.arange(1, 9)) / PAIR > 2.326
-    kept = passes.any(axis=2)
-    pairs = np.where(kept, passes.argmax(axis=2) + 1, 8)
-    return kept, 100 * pairs.mean() + 8
 
 
 def looks(
@@ -60,6 +51,11 @@ def draw_gains() -> np.ndarray:
     return random.choice(PAIRS, (600, 100, 1)) * random.standard_normal((600, 100, 16))
 
 
+def experiment(gains: np.ndarray, most: int, **options: float) -> Result:
+    kept, pairs, _ = looks(gains, most, **options)
+    return kept, 100 * pairs.mean() + most
+
+
 def simulate() -> dict[str, list[float]]:
     """Return for each rule the percentage of changes that it keeps, for each of EFFECTS, and the
     runs that it spends on a hundred useless changes."""
@@ -76,34 +72,30 @@ def simulate() -> dict[str, list[float]]:
     # Nearly all of the hundred are useless, so they decide the deviation.
     center = np.median(single, axis=1, keepdims=True)
     deviation = np.median(np.abs(single - center), axis=1, keepdims=True)
-
-    def above(limit: np.ndarray | float, runs: int) -> Callable[[float], Result]:
-        return lambda gain: (single + gain > limit, runs)
-
-    def surely(most: int, **options: float) -> Callable[[float], Result]:
-        def rule(gain: float) -> Result:
-            kept, pairs, _ = looks(gains + gain, most, **options)
-            return kept, 100 * pairs.mean() + most
-
-        return rule
-
-    rules = {
-        "lower in one run": above(0, 101),
-        "lower by twice the difference of two baseline runs": above(2 * two_baselines, 102),
-        "lower by two median absolute deviations of all results": above(2 * deviation, 101),
-        "p < 0.01 with a fixed standard deviation, at the first of 8 pairs that passes": (
-            lambda gain: first_that_passes(gains + gain)
-        ),
-        "surely lower by 0.005, at 1 %, 8 pairs": surely(8, by=0.005, alpha=0.01, early=False),
-        "experiment.py: 16 pairs, and it ends when the mean gain is negative": surely(16),
-    }
-    rows = {}
-    for name, rule in rules.items():
-        results = [rule(effect * PAIR) for effect in EFFECTS]
-        shares = [100 * kept.mean() for kept, _ in results]
-        shares = [round(share, 1) if share < 10 else round(share) for share in shares]
-        rows[name] = [*shares, round(results[0][1])]
-    return rows
+    fixed = "p < 0.01 with a fixed standard deviation, at the first of 8 pairs that passes"
+    sure = {"by": 0.005, "alpha": 0.01, "early": False}
+    shares: dict[str, list[float]] = {}
+    runs = {}
+    for effect in EFFECTS:
+        one, pairs = single + effect * PAIR, gains + effect * PAIR
+        # A z-test with the spread of the median change, after each of eight pairs.
+        passes = pairs[..., :8].cumsum(axis=2) / np.sqrt(np.arange(1, 9)) / PAIR > 2.326
+        spent = np.where(passes.any(axis=2), passes.argmax(axis=2) + 1, 8).mean()
+        results = {
+            "lower in one run": (one > 0, 101),
+            "lower by twice the difference of two baseline runs": (one > 2 * two_baselines, 102),
+            "lower by two median absolute deviations of all results": (one > 2 * deviation, 101),
+            fixed: (passes.any(axis=2), 100 * spent + 8),
+            "surely lower by 0.005, at 1 %, 8 pairs": experiment(pairs, 8, **sure),
+            "experiment.py: 16 pairs, and it ends when the mean gain is negative": (
+                experiment(pairs, 16)
+            ),
+        }
+        for name, (kept, number) in results.items():
+            share = 100 * kept.mean()
+            shares.setdefault(name, []).append(round(share, 1) if share < 10 else round(share))
+            runs.setdefault(name, round(number))  # those of the useless changes, the first effect
+    return {name: [*shares[name], runs[name]] for name in shares}
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def check_picture(parser: ArgumentParser, picture: Path | None, inputs: Sequence
         picture.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=picture.parent).close()  # can a file be written there?
     except (OSError, ValueError) as error:
-        parser.error(f"--picture {picture}: {error}: name another file")
+        parser.error(f"--picture {picture}: name another file: {error}")
 
 
 def model_parser(doc: str | None) -> ArgumentParser:
