@@ -202,6 +202,9 @@ class Experiment:
                     raise ValueError(f"the sides are scored on different texts, of {texts}")
             self.judge()
             print(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}")
+            is_new = pair[0].process or pair[1].process
+            if len(self.gains) == 1 and is_new and self.args.minutes < math.inf:
+                self.show_forecast()
             if self.row["verdict"] != "not yet" and not self.args.seeds:
                 break
         return True
@@ -209,6 +212,16 @@ class Experiment:
     def gain(self, pair: tuple[Run, Run]) -> float:
         baseline, candidate = (run.result()[anytime.SCORES[self.unit]] for run in pair)
         return baseline - candidate
+
+    def show_forecast(self) -> None:
+        """Say after the first pair whether three pairs fit into --minutes."""
+        runs, jobs = [run for pair in self.pairs[:3] for run in pair], self.args.jobs
+        trained = sum(run.process is not None and run.result() is not None for run in runs)
+        missing = sum(run.result() is None for run in runs)
+        rounds = 1 + math.ceil(missing / jobs) / math.ceil(trained / jobs)
+        minutes, limit = (time.monotonic() - self.args.started) / 60 * rounds, self.args.minutes
+        fits = f"{'within' if minutes <= limit else 'MORE THAN'} --minutes {limit:g}"
+        print(f"three pairs, the fewest for a gain: about {minutes:.1f} minutes, {fits}")
 
     def judge(self) -> None:
         """Write the verdict to the ledger, once there is a pair."""
@@ -363,7 +376,8 @@ def prepare(args: Namespace) -> Experiment:
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
     row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in baseline.variables)
     row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
-    args.deadline = time.monotonic() + 60 * args.minutes
+    args.started = time.monotonic()  # of the training
+    args.deadline = args.started + 60 * args.minutes
     return Experiment(args, [(Run(baseline, seed), Run(candidate, seed)) for seed in seeds], row)
 
 

@@ -32,7 +32,8 @@ def existing_file(name: str) -> Path:
     """Convert an argument of the command line to a Path. argparse shows the error."""
     path = files.path(name)
     if not path.is_file():
-        raise ArgumentTypeError(f"{name!r} is not a file")
+        problem = "is a folder: name a file in it" if path.is_dir() else "is not a file"
+        raise ArgumentTypeError(f"{name!r} {problem}")
     return path
 
 
@@ -158,8 +159,11 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
 
 def compare_with_manifest(hp: Any) -> str:
     """Compare the size of the validation split with the manifest, if any. Returns the problem."""
-    manifest, name = files.find_manifest(Path(hp.data_path))
-    datasets = files.read_manifest(manifest)["datasets"] if manifest.is_file() else {}
+    try:
+        manifest, name = files.find_manifest(Path(hp.data_path))
+        datasets = files.read_manifest(manifest)["datasets"] if manifest.is_file() else {}
+    except ValueError as error:
+        return str(error)
     entry = datasets.get(name, {})
     found = sum(files.count_tokens(Path(path)) for path in glob.glob(hp.files("val")))
     wanted = {**entry, **entry.get("stats", {})}.get("tokens_val", found)
