@@ -287,6 +287,7 @@ def finished_pairs(
             run.folder.mkdir(parents=True)
             (run.folder / "final_result.json").write_text(json.dumps(facts))
     args = experiment.Namespace(by=0.0, alpha=0.05, seeds=None, ledger=folder / "ledger.tsv")
+    args.minutes = math.inf
     args.deadline, args.command = math.inf, "python x.py --seeds 1"
     row = {"baseline": "old", "candidate": "new", "by": "0", "first_seed": "1"}
     return experiment.Experiment(args, pairs, row)
@@ -320,6 +321,18 @@ def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path
     (run.folder / "final_result.json").write_text("{")
     with pytest.raises(ValueError, match="new/1/final_result.json is not JSON .*delete it"):
         run.result()
+
+
+def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys):
+    """Two runs took a minute. A third was finished before, so the other three take 1.5 minutes."""
+    found = finished_pairs(tmp_path, (3.0, 2.8), (3.1,), ())
+    found.args.jobs, found.args.minutes, found.args.started = 1, 2, time.monotonic() - 60
+    for run in found.pairs[0]:
+        run.process = subprocess.Popen(["true"])
+        run.process.wait()
+    assert not found.is_over()
+    out = capsys.readouterr().out
+    assert re.search(r"three pairs.* 2\.\d minutes, MORE THAN --minutes 2", out)
 
 
 def test_training_ends_with_a_mean_below_zero_but_not_with_seeds(tmp_path):
