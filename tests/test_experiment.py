@@ -381,8 +381,8 @@ def test_a_run_counts_once_in_the_ledger_and_evidence_is_that_of_all_seeds(tmp_p
 
 def test_a_damaged_line_of_the_ledger_is_named(tmp_path):
     path = tmp_path / "ledger.tsv"
-    names = "change baseline candidate first_seed evidence verdict by seeds"
-    head, line = ("\t".join(words.split()) for words in (names, "A=1 a b 7 120 better 0 7"))
+    names = "change baseline candidate first_seed pairs evidence verdict by seeds"
+    head, line = ("\t".join(words.split()) for words in (names, "A=1 a b 7 1 120 better 0 7"))
     for damage in ("\t\t3", "xxxxx", line.replace("120", "nan")):
         path.write_text(f"{head}\n{line}\n{damage}\n")
         with pytest.raises(ValueError, match="ledger.tsv, line 3 is damaged: correct"):
