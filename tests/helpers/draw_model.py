@@ -30,20 +30,22 @@ TEXTS = [
     (10, 100, "tokens", "black"), (10, 119, "(B, T)", GRAY),
     (868, 100, "logits", "black"), (868, 119, "(B, T, V)", GRAY),
     (160, 30, "x0, the normed embedding, enters every block", RED),
-    (207, 192, "skips: the second half adds the outputs of the first, last in, first out", GREEN),
+    (207, 192, "skips: the second half adds the outputs of the first (× skip_weights), last in, first out", GREEN),
     (14, 224, "Inside a block:", "black"), (128, 240, "x0", RED),
     (16, 277, "x", "black"), (912, 277, "x", "black"), (331, 262, "(B, T, D)", GRAY),
     (170, 414, "q: (B, T, H, h); k, v: (B, T, K, h), each for H / K query heads", GRAY),
     (659, 414, "hidden: (B, T, 2 D)", GRAY),
-    (14, 444, "h = D / H. The demo: 4 blocks, T = 128, D = 128, H = 2, K = 1, V = 1,024. "
+    (14, 444, "B sequences of T tokens; D width; H query heads and K key/value heads of width "
+     "h = D / H; V vocabulary.", GRAY),
+    (14, 464, "The demo: 4 blocks, T = 128, D = 128, H = 2, K = 1, V = 1,024. "
      "The default: 9, 1,024, 512, 8, 4, 1,024.", GRAY),
 ]  # fmt: skip
 
 
 def draw() -> list[str]:
-    size = 'width="936" height="460"'
+    size = 'width="936" height="480"'
     font = 'font-family="DejaVu Sans, Arial, sans-serif" font-size="14"'
-    page = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 936 460" {size} {font}>']
+    page = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 936 480" {size} {font}>']
     page.append(f'<rect {size} rx="6" fill="white"/>')
     for color, paths in ARROWS.items():
         box = 'markerWidth="8" markerHeight="8" refX="8" refY="4" orient="auto"'

@@ -48,7 +48,7 @@ def draw(gradient: Tensor) -> Figure:
         axes.annotate(label, (len(values), values[-1]), annotation_clip=False, **style)
     axes.set(yscale="log", xlim=(1, len(values)), xlabel="singular values, largest first")
     axes.set_yticks([0.001, 0.01, 0.1, 1], ["0.001", "0.01", "0.1", "1"])
-    axes.set_ylabel("value")
+    axes.set_ylabel("singular value")
     axes.set_title("Newton-Schulz brings the singular values of an update closer together")
     axes.title.set_fontsize("medium")
     axes.spines[["top", "right"]].set_visible(False)
