@@ -30,7 +30,8 @@ TEXTS = [
     (10, 100, "tokens", "black"), (10, 119, "(B, T)", GRAY),
     (868, 100, "logits", "black"), (868, 119, "(B, T, V)", GRAY),
     (160, 30, "x0, the normed embedding, enters every block", RED),
-    (207, 192, "skips: the second half adds the outputs of the first (× skip_weights), last in, first out", GREEN),
+    (207, 192, "skips: the second half adds the outputs of the first (× skip_weights), last in, "
+     "first out", GREEN),
     (14, 224, "Inside a block:", "black"), (128, 240, "x0", RED),
     (16, 277, "x", "black"), (912, 277, "x", "black"), (331, 262, "(B, T, D)", GRAY),
     (170, 414, "q: (B, T, H, h); k, v: (B, T, K, h), each for H / K query heads", GRAY),
