@@ -251,7 +251,7 @@ def test_the_picture_of_logs(tmp_path, capsys, monkeypatch):
     runs = [read_run(Path(name)) for name in ("_b.txt", "$x^{_$.txt")]
     figure = compare_runs.draw([compare_runs.Group("runs", runs)])
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert shown == ["$x^{_$.txt: 1.9800", "_b.txt: 1.9801"]
+    assert shown == ["$x^{_$: 1.9800", "_b: 1.9801"]
     assert figure.axes[0].get_ylim()[1] < 6.9
 
 

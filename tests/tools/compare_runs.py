@@ -24,6 +24,7 @@ from typing import NoReturn
 import numpy as np
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -249,9 +250,11 @@ def draw(groups: list[Group]) -> Figure:
     if groups[0].name == "runs":
         runs.sort(key=lambda run: run.figures.get("val_bpb", math.inf))
         scores = ["" if run.unfinished else f": {run.figures['val_bpb']:.4f}" for run in runs]
-        groups = [Group(f"{r.path}{score}", [r]) for r, score in zip(runs, scores, strict=True)]
+        names = [str(run.path.with_suffix("")) for run in runs]
+        pairs = zip(names, scores, runs, strict=True)
+        groups = [Group(name + score, [run]) for name, score, run in pairs]
         legend |= {"title": "score in bits per byte", "title_fontsize": "small"}
-    colors = colormaps["turbo"](np.linspace(0.1, 0.9, len(groups)))
+    colors = [*map(to_hex, colormaps["turbo"](np.linspace(0.1, 0.9, len(groups))))]
     legend["ncols"] = max(1, 120 // (max(len(group.name) for group in groups) + 8))
     height = 4.5 + 0.2 * math.ceil(len(groups) / legend["ncols"])  # in inches
     figure = Figure(figsize=(9, height), layout="constrained")
