@@ -16,7 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor
 
 CAPITAL, CAPITALS = MARKS = "\1\2"
-WITHOUT_MARKS = str.maketrans("", "", MARKS)  # for str.translate
 TO_MARK = re.compile(r" ?(?<![A-Za-z])[A-Z]{2,}(?![A-Za-z])| ?[A-Z]")
 MARKED = re.compile(f"{CAPITAL} ?[a-z]?|{CAPITALS} ?[a-z]*")  # or a stray mark in generated text
 BATCH_SIZE = 512  # texts
