@@ -4,12 +4,13 @@ import os
 import re
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import kill_worker
 import pytest
 import torch
-from runs import TORCHRUN, failed, finished, run_here, run_ranks, same_models, send_signals
+from runs import TORCHRUN, failed, finished, run_here, run_ranks, same_models, scores, send_signals
 from texts import read_shard, write_shard
 
 import train_gpt
@@ -72,32 +73,34 @@ class Reordered(train_gpt.CausalSelfAttention):
         self.c_k = self._modules.pop("c_k")  # after c_v, which has its shape
 
 
-def test_each_parameter_resumes_with_its_own_state(copied, long_knobs, monkeypatch):
-    """An edit may change the order of the model's parameters, or the groups of an optimizer."""
-    environ = {**long_knobs, "RESUME": "auto", "SCALAR_LR": "0.05"}  # as TIED_EMBED_LR
-    ends = [finished(run_here(copied, environ))[-1]]
-    monkeypatch.setattr(train_gpt, "CausalSelfAttention", Reordered)
-    ends.append(finished(run_here(copied, environ))[-1])
-    groups = {"tok_emb.": "embed", "skip_weights": "embed"}
-    monkeypatch.setattr(train_gpt, "OPTIMIZER_GROUPS", groups)
-    ends.append(finished(run_here(copied, environ))[-1])
-    assert ends == ends[:1] * 3
+@pytest.mark.parametrize("edit", ["order", "group"])
+def test_the_state_of_a_parameter_is_never_given_to_another(copied, long_knobs, monkeypatch, edit):
+    """An edit may change the order of the model's parameters, or their optimizer's groups."""
+    if edit == "order":
+        monkeypatch.setattr(train_gpt, "CausalSelfAttention", Reordered)
+    else:
+        monkeypatch.setitem(train_gpt.OPTIMIZER_GROUPS, "skip_weights", "embed")
+    result = run_here(copied, {**long_knobs, "RESUME": "auto"})
+    failed(result, "Muon" if edit == "order" else "Adam", "CONTROL_TENSOR_NAME_PATTERNS")
 
 
 def test_what_a_checkpoint_has_or_lacks_is_named(copied, long_knobs):
-    """State that this script lacks is dropped. Old checkpoints lack knobs, shards and names."""
+    """State that this script lacks is dropped. Old checkpoints lack knobs, script and names."""
     path = copied / CHECKPOINT
     saved = torch.load(path, weights_only=True)
     environ = {**long_knobs, "RESUME": "auto", "ITERATIONS": "14"}
-    torch.save({**saved, "ema": {}, "knobs": {**saved["knobs"], "ema_decay": 0.9}}, path)
+    knobs = {**saved["knobs"], "ema_decay": 0.9}
+    torch.save({**saved, "ema": {}, "knobs": knobs, "script": 1}, path)
     lines = finished(run_here(copied, environ))
     assert [line for line in lines if line.startswith("WARNING: ema ")]
-    assert resume_line(lines).endswith(" ITERATIONS:20->14 EMA_DECAY:0.9->None")
+    changes = rf" ITERATIONS:20->14 SCRIPT:1->{saved['script']} EMA_DECAY:0.9->None"
+    assert resume_line(lines).endswith(changes)
     for optimizer in saved["optimizers"]:
         for group in optimizer["param_groups"]:
             del group["names"]
-    torch.save({key: saved[key] for key in saved.keys() - {"knobs", "shards"}}, path)
-    assert " NUM_LAYERS:None->3 " in resume_line(finished(run_here(copied, environ)))
+    torch.save({key: saved[key] for key in saved.keys() - {"knobs", "shards", "script"}}, path)
+    line = resume_line(finished(run_here(copied, environ)))
+    assert " NUM_LAYERS:None->3 " in line and "SCRIPT" not in line
     torch.save({key: saved[key] for key in saved.keys() - {"stream"}}, path)
     failed(run_here(copied, environ), str(CHECKPOINT), "stream")
 
@@ -169,10 +172,10 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
 
 
 # ---- several ranks -------------------------------------------------------------------------------
-def signal_one_rank() -> None:
-    """Rank 1 gets SIGINT in step 3."""
+def signal_one_rank(step: int) -> None:
+    """Rank 1 gets SIGINT in this step."""
     if os.environ["RANK"] == "1":
-        send_signals(pytest.MonkeyPatch(), 3, signal.SIGINT)
+        send_signals(pytest.MonkeyPatch(), step, signal.SIGINT)
 
 
 def test_a_signal_to_one_rank_stops_all_and_they_resume_to_the_same_bits(tmp_path, long_knobs):
@@ -180,11 +183,26 @@ def test_a_signal_to_one_rank_stops_all_and_they_resume_to_the_same_bits(tmp_pat
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     environ = {**long_knobs, "ITERATIONS": "5"}
     finished(run_ranks(whole, environ, 4)[0])
-    stopped = run_ranks(rest, environ, 4, edit=signal_one_rank)
+    stopped = run_ranks(rest, environ, 4, edit=partial(signal_one_rank, 3))
     assert [rank.returncode for rank in stopped] == [130, 130, 130, 130]
     lines = finished(run_ranks(rest, {**environ, "RESUME": "auto"}, 4)[0])
     assert resume_line(lines).startswith(f"resume:{CHECKPOINT} step:3 ")
     assert same_models(rest, whole)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, long_knobs):
+    """On 4, then 2, then 1, it ends as on one rank, up to rounding."""
+    environ = {**long_knobs, "ITERATIONS": "6"}
+    (whole,) = run_ranks(tmp_path / "whole", environ, 1)
+    rest = tmp_path / "rest"
+    for ranks in (4, 2):
+        stop = partial(signal_one_rank, 6 - ranks)
+        results = run_ranks(rest, {**environ, "RESUME": "auto"}, ranks, edit=stop)
+        assert [rank.returncode for rank in results] == [130] * ranks
+    (last,) = run_ranks(rest, {**environ, "RESUME": "auto"}, 1)
+    assert resume_line(finished(last)).endswith(" step:4 changed:nothing")
+    whole_score, score = (scores(finished(run)[-1])[0] for run in (whole, last))
+    assert score == pytest.approx(whole_score, abs=1e-4)
 
 
 def test_torchrun_resumes_after_kill_9_and_its_sigterm_stops_all_ranks(tmp_path, long_knobs):

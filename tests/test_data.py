@@ -50,7 +50,7 @@ def test_a_wrong_header_or_size_names_the_file(tmp_path, size, header):
 
 def test_a_shard_whose_link_leads_nowhere_is_named(tmp_path):
     (tmp_path / "fineweb_train_0.bin").symlink_to(tmp_path / "gone")
-    with pytest.raises(InputError, match=r"fineweb_train_0.bin cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"fineweb_train_0.bin cannot be read: .*No such file"):
         TokenStream(str(tmp_path / "*.bin"))
 
 

@@ -4,16 +4,19 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from runs import ALONE, Lines, finished, run_here
+from runs import ALONE, Lines, call_before, finished, run_here
 
 import train_gpt
 from train_gpt import (
@@ -168,13 +171,16 @@ def test_a_file_gets_its_name_when_its_bytes_are_on_the_disk(tmp_path, monkeypat
     def fsync(number: int) -> None:
         flushed.extend((part.name == path.name, part.read_bytes()) for part in tmp_path.iterdir())
 
-    def full(number: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(code: int, number: int) -> None:
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", fsync)
     assert train_gpt.write_file(path, b"new", log)
     assert flushed == [(False, b"new")] and path.read_bytes() == b"new"
-    monkeypatch.setattr(os, "fsync", full)
+    for code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # a file system without fsync
+        monkeypatch.setattr(os, "fsync", partial(fail, code))
+        assert train_gpt.write_file(path, b"new", log) and log.text == ""
+    monkeypatch.setattr(os, "fsync", partial(fail, errno.ENOSPC))
     assert not train_gpt.write_file(path, b"newer", log)
     assert log.text == f"WARNING: {path} cannot be written: No space left on device\n"
     assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == b"new"
@@ -195,36 +201,32 @@ def scored(tmp_path_factory, knobs):
     return folder, environ
 
 
-def test_the_result_of_an_older_run_moves_to_previous_and_stays(tmp_path, scored, monkeypatch):
-    """Its knobs move, too, also if an older script saved no checksums. The baseline's models have
-    no result. Neither is replaced by a run that dies, nor by a score whose model is gone."""
+def moved_files(folder: Path) -> list[dict[str, bytes]]:
+    return [final_files(older) for older in sorted((folder / "previous").iterdir())]
+
+
+def test_older_files_move_together_into_a_folder_of_their_time(tmp_path, scored, monkeypatch):
+    """Also those of the baseline, which writes no result. Older ones are never replaced, not even
+    by files of the same second. If the warm-up then crashes, no older score is left in place."""
     source, environ = scored
-    for case in ("whole", "no checksums", "baseline"):
-        folder = shutil.copytree(source, tmp_path / case)
-        if case == "no checksums":
-            result = json.loads((folder / RESULT).read_bytes())
-            del result["crc32"]
-            (folder / RESULT).write_text(json.dumps(result))
-        if case == "baseline":
-            (folder / RESULT).unlink()
-        older = final_files(folder)
-        for broken in ("export", "evaluate", None):
-            with monkeypatch.context() as patches:
-                if broken:
-                    patches.setattr(train_gpt, broken, None)
-                code = run_here(folder, environ).returncode
-            assert (code == 1) == bool(broken)
-            assert final_files(folder / "previous") == older
-        (folder / ARTIFACT).unlink()  # as if the disk had been full
-        finished(run_here(folder, environ))
-        assert final_files(folder / "previous") == older
+    for count, names in enumerate([(MODEL, ARTIFACT, RESULT), (MODEL, ARTIFACT)], start=1):
+        for name in names:
+            shutil.copy(source / name, tmp_path)
+            os.utime(tmp_path / name, (0, 86_400 * 365 - (name != ARTIFACT)))  # the newest counts
+        with monkeypatch.context() as patches:
+            patches.setattr(train_gpt, "warm_up", None)
+            assert run_here(tmp_path, environ).returncode == 1
+        assert final_files(tmp_path) == {} and len(moved_files(tmp_path)) == count
+        older = final_files(source)
+        assert moved_files(tmp_path)[-1] == {name: older[name] for name in names}
+    taken = time.strftime("%y%m%d-%H%M%S", time.localtime(86_400 * 365))
+    assert {path.name for path in (tmp_path / "previous").iterdir()} == {taken, f"{taken}+"}
 
 
-def test_runs_that_are_killed_at_their_end_lose_no_older_score(tmp_path, scored, monkeypatch):
+def test_runs_that_are_killed_at_their_end_lose_no_model(tmp_path, scored, monkeypatch):
     """Two runs are killed before the same change of a file, so at any stage of the export and the
-    scoring. Then one finishes."""
+    scoring. Then one finishes. A move that was cut goes on into the same folder."""
     source, environ = scored
-    older = final_files(source)
 
     def is_killed(folder: Path, number: int) -> bool:
         calls = []
@@ -245,43 +247,38 @@ def test_runs_that_are_killed_at_their_end_lose_no_older_score(tmp_path, scored,
 
     for number in itertools.count(1):
         folder = shutil.copytree(source, tmp_path / str(number))
+        models = {(source / MODEL).read_bytes(), (source / ARTIFACT).read_bytes()}
         if not is_killed(folder, number):
             break
-        is_killed_again = is_killed(folder, number)
-        kept = [final_files(folder), final_files(folder / "previous")]
-        assert all(data in (files.get(name) for files in kept) for name, data in older.items())
-        if is_killed_again:  # not if it has no files to move, and so fewer changes to make
-            finished(run_here(folder, environ))
-            assert final_files(folder / "previous") == older
+        for seed in ("3", "4"):
+            models |= {data for name, data in final_files(folder).items() if name != RESULT}
+            is_killed(folder, number)
+            environ["SEED"] = seed  # another model
+        finished(run_here(folder, environ))
+        kept = [*moved_files(folder), final_files(folder)]
+        assert models <= {data for files in kept for data in files.values()}
+        assert final_files(source) in kept
     assert number > 8  # three files move, five are written
 
 
-@pytest.mark.parametrize("function, place", [("warm_up", "."), ("train", "previous")])
-def test_an_older_score_does_not_survive_a_crash_in_training(
-    tmp_path, scored, monkeypatch, function, place
+@pytest.mark.parametrize("function", ["train", "export"])
+def test_the_files_of_another_run_that_ends_in_the_same_folder_are_not_lost(
+    tmp_path, scored, monkeypatch, function
 ):
-    """For example, the warm-up, which takes a step, may run out of memory: then it survives."""
-    source, environ = scored
-    folder = shutil.copytree(source, tmp_path / "run")
-    monkeypatch.setattr(train_gpt, function, None)  # the call crashes
-    assert run_here(folder, environ).returncode == 1
-    assert final_files(folder / place) == final_files(source)
-
-
-def test_the_files_of_a_run_that_ends_first_in_the_same_folder_are_not_lost(
-    tmp_path, scored, monkeypatch
-):
-    """The other run ends while this one trains."""
+    """The other run ends while this one trains, or when it has written its weights."""
     source, environ = scored
 
-    def train(state, validation, train=train_gpt.train):
+    def end_another_run(*_: object) -> None:
+        train_gpt.move_older_files(Hyperparameters())
         shutil.copytree(source, tmp_path, dirs_exist_ok=True)
-        return train(state, validation)
 
-    monkeypatch.setattr(train_gpt, "train", train)
+    call_before(monkeypatch, train_gpt, function, end_another_run)
     finished(run_here(tmp_path, environ))
-    assert final_files(tmp_path / "previous") == final_files(source)
-    assert len(final_files(tmp_path)) == 3
+    kept = [*moved_files(tmp_path), final_files(tmp_path)]
+    for name in (MODEL, ARTIFACT):
+        assert final_files(source)[name] in [files.get(name) for files in kept]
+        checksum = json.loads((tmp_path / RESULT).read_bytes())["crc32"][name]
+        assert checksum in [zlib.crc32(files.get(name, b"")) for files in kept]
 
 
 @pytest.mark.parametrize("name", [MODEL, ARTIFACT, RESULT])
@@ -308,7 +305,7 @@ def test_a_run_that_cannot_write_a_file_warns_and_is_scored(tmp_path, scored, mo
     assert (result.returncode, result.stderr) == (1, "")
     lines = result.stdout.splitlines()
     assert f"WARNING: {name} cannot be written: Is a directory" in lines
-    assert any(" cannot be moved to previous: Not a directory" in line for line in lines)
+    assert any(re.search(" cannot be moved to previous/.*: Not a dir", line) for line in lines)
     others = [other for other in (MODEL, ARTIFACT, RESULT) if other != name]
     assert lines[-3] == f"files: {' '.join(others)}"
     assert lines[-1].startswith("final_int8_zlib_roundtrip_exact val_loss:")

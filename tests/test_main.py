@@ -9,11 +9,12 @@ import zlib
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import runs
 import torch
 from runs import SCRIPT, failed, finished, run_here, scores
-from texts import TEXTS, train_tokenizer
+from texts import TEXTS, read_shard, train_tokenizer
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters
@@ -130,7 +131,7 @@ def test_the_log_file_begins_with_source_versions_and_gpus(single):
     head, _ = log_file(single[0])
     rule = "=" * 100
     versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}\n"
-    begin = f"{SCRIPT.read_text()}\n{rule}\n{versions}"
+    begin = f"{SCRIPT.read_text()}\n{rule}\n{versions}script_bytes:{SCRIPT.stat().st_size}\n"
     assert head.startswith(begin) and "nvidia-smi" in head[len(begin) :].lower()
     assert head.endswith(f"\n{rule}\n")
 
@@ -168,7 +169,7 @@ def test_the_sizes_are_those_of_the_files(single):
     assert (result["bytes_total"], result["bytes_code"]) == (len(artifact) + code, code)
 
 
-def test_the_result_names_its_files_and_where_it_ran(single):
+def test_the_result_names_its_files_inputs_speed_and_where_it_ran(single, dataset):
     folder, output = single
     result = json.loads((folder / RESULT).read_text())
     files = {name: zlib.crc32((folder / name).read_bytes()) for name in (MODEL, ARTIFACT)}
@@ -177,6 +178,12 @@ def test_the_result_names_its_files_and_where_it_ran(single):
     place = {"torch": torch.__version__, "device": "cpu", "world_size": 1, "peak_memory_mib": None}
     assert {name: result[name] for name in place} == place
     assert 1000 * result["run_seconds"] > result["train_ms"] + result["eval_ms"]
+    tokens = result["knobs"]["train_batch_tokens"] * result["steps"]
+    assert result["tokens_per_second"] == pytest.approx(1000 * tokens / result["train_ms"])
+    val_tokens = np.concatenate([read_shard(p) for p in sorted(dataset.glob("fineweb_val_*"))])
+    inputs = {"script": SCRIPT.read_bytes(), "val_tokens": val_tokens}
+    inputs["tokenizer"] = Path(result["knobs"]["tokenizer_path"]).read_bytes()
+    assert result["input_crc32"] == {name: zlib.crc32(data) for name, data in inputs.items()}
 
 
 def test_the_result_has_scores_and_knobs(trained, quantized_knobs):
@@ -273,5 +280,6 @@ def test_the_demo_builds_its_data_once_and_runs(tmp_path):
     times = [path.stat().st_mtime_ns for path in shards]
     second = finished(run_here(tmp_path, environ))
     assert [path.stat().st_mtime_ns for path in shards] == times and len(times) == 2
+    assert re.search(r"ms tokens:1024 of \d+$", first[-2])  # a part of the split
     built, found = ([s for s in log if s.startswith("demo_corpus:")] for log in (first, second))
     assert built == found and len(built) > 0

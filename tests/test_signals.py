@@ -3,6 +3,7 @@ and after it, at once. (Signals to one of several ranks, and to torchrun: test_c
 
 import itertools
 import json
+import os
 import re
 import signal
 import sys
@@ -17,7 +18,7 @@ from runs import SCRIPT, call_before, finished, run_here, run_ranks, send_signal
 import train_gpt
 from train_gpt import GPT, Hyperparameters
 
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 QUICK = {"ITERATIONS": "2", "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0", "NUM_LAYERS": "1"}
 
 
@@ -56,8 +57,10 @@ def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs
     """Both files are written first. Then the last validation begins, and the signal ends it. The
     result has the knobs and checksums, but no score."""
     (result,) = run_ranks(tmp_path, {**knobs, **QUICK}, 1, edit=partial(signal_in, name))
-    assert result.returncode == -signal.SIGTERM and "val_loss:" not in result.stdout
-    assert ("score.py" in result.stdout) == (name != "train")
+    waits = name != "train"  # for the end of the export, and says so at once
+    assert result.returncode == (143 if waits else -signal.SIGTERM)
+    assert ("signal:15: stopping" in result.stdout) == ("score.py" in result.stdout) == waits
+    assert "val_loss:" not in result.stdout
     files = ("final_model.pt", "final_model.int8.ptz")
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_result.json", *files}
     facts = json.loads((tmp_path / "final_result.json").read_text())
@@ -67,6 +70,27 @@ def test_a_signal_after_the_training_leaves_weights_and_artifact(tmp_path, knobs
         data = (tmp_path / file).read_bytes()
         assert facts["crc32"][file] == zlib.crc32(data)
         train_gpt.load_weights(gpt, data, file)
+
+
+def signal_rank_1() -> None:
+    """Rank 1 gets SIGTERM while rank 0 exports."""
+    if os.environ["RANK"] == "1":
+        call_before(pytest.MonkeyPatch(), train_gpt, "finish", lambda *_: signal.raise_signal(15))
+
+
+def test_a_signal_to_one_rank_in_the_export_ends_all(tmp_path, knobs):
+    results = run_ranks(tmp_path, {**knobs, **QUICK}, 2, edit=signal_rank_1)
+    assert [result.returncode for result in results] == [143, 143]
+    assert results[0].stdout.splitlines()[-1].startswith("stopped: signal:15: not scored")
+
+
+def test_a_signal_ends_the_scoring_also_as_the_first_process_of_a_container(
+    tmp_path, knobs, monkeypatch
+):
+    """Without a handler of its own, PID 1 gets no signals."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    call_before(monkeypatch, train_gpt, "evaluate", lambda *_: signal.raise_signal(15))
+    assert run_here(tmp_path, {**knobs, **QUICK}).returncode == 143
 
 
 def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, monkeypatch):

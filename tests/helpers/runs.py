@@ -120,7 +120,7 @@ def run_here(
         raise SystemExit(code)
 
     output, errors, code = io.StringIO(), io.StringIO(), 0
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     handlers = {number: signal.getsignal(number) for number in numbers}
     home, threads = os.getcwd(), torch.get_num_threads()
     folder.mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ import binascii
 import contextlib
 import ctypes
 import difflib
+import errno
 import glob
 import importlib.util
 import inspect
@@ -310,16 +311,25 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), dim=-1)
 
 
+def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
+    """The attention kernels that PyTorch may use, best first."""
+    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
+    best = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
+    best.insert(0 if current_flash_attention() == "FA3" else 1, SDPBackend.FLASH_ATTENTION)
+    return [*best, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
+    if q.device.type == "cpu" and q.dtype != torch.float32:  # the backward pass is faster in fp32
+        return attend(q.float(), k.float(), v.float()).to(q.dtype)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
     if q.device.type == "cuda":
-        is_half = q.dtype in (torch.bfloat16, torch.float16)
-        if not is_half or torch.cuda.get_device_properties(q.device).major < 8:
+        if q.dtype == torch.float32 or torch.cuda.get_device_properties(q.device).major < 8:
             # Only MATH takes fewer key than query heads here, and it stores all scores.
             group = q.size(1) // k.size(1)  # query heads per key head
-            k = k.repeat_interleave(group, dim=1)
-            v = v.repeat_interleave(group, dim=1)
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -709,8 +719,7 @@ OPTIMIZER_GROUPS |= {"smear_gate": "scalar"}
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
     """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
-    unknown = {*OPTIMIZER_GROUPS.values()} - {*groups}
-    if unknown:
+    if unknown := {*OPTIMIZER_GROUPS.values()} - {*groups}:
         raise InputError(f"OPTIMIZER_GROUPS has {', '.join(unknown)}: use {', '.join(groups)}")
     for name, param in model.named_parameters():
         own = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
@@ -730,8 +739,6 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     """Adam and Muon. set_schedule scales the full learning rate of each group, its "base_lr"."""
     hp = gpt.hp
     params = parameter_groups(gpt, hp)
-    if not params["matrix"]:
-        raise InputError("CONTROL_TENSOR_NAME_PATTERNS leaves no matrix to Muon: set fewer")
     embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
     rates = {"embed": embed_lr, "head": hp.head_lr, "scalar": hp.scalar_lr}
     adam_groups = [{"params": params[name], "lr": rates[name]} for name in rates if params[name]]
@@ -768,7 +775,7 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
         return min(max(hp.iterations - step, 0) / hp.warmdown_iters, 1.0)
     # ITERATIONS does not count: a run that it ends first keeps its full rate.
     remaining_ms = max(1000 * hp.max_wallclock_seconds - elapsed_ms, 0.0)
-    warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)
+    warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)  # 0 at step 0: the full rate
     return remaining_ms / warmdown_ms if remaining_ms < warmdown_ms else 1.0
 
 
@@ -803,13 +810,12 @@ def load_data_shard(path: str | Path) -> Tensor:
     try:
         size = os.path.getsize(path)
         header = np.fromfile(path, "<i4", 3).tolist()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}: get it again") from None
-    if header != [20240520, 1, (size - SHARD_HEADER_BYTES) / 2]:
-        raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
-    with open(path, "rb") as file:  # torch takes UTF-8 names only
-        words = torch.from_file(f"/dev/fd/{file.fileno()}", False, size // 2, dtype=torch.uint16)
-    return words[SHARD_HEADER_BYTES // 2 :]
+        if header == [20240520, 1, (size - SHARD_HEADER_BYTES) / 2]:
+            words = torch.from_file(str(path), size=size // 2, dtype=torch.uint16)
+            return words[SHARD_HEADER_BYTES // 2 :]
+    except (OSError, RuntimeError, UnicodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}: get it again (or see ulimit)") from None
+    raise InputError(f"{path}: not a whole shard ({size} bytes, header {header}): get it again")
 
 
 class TokenStream:
@@ -946,6 +952,9 @@ class TrainingState:
         self.skipped_steps = 0  # of this process: with fp16, a gradient was not finite
         self.train_loss = 0.0  # of the last logged step, the mean of all ranks
         self.signum = 0  # of the first signal that this rank got; 0: none
+        self.inputs = {"script": binascii.crc32(runtime.source)}  # checksums; run() adds others
+        self.outputs: dict[str, int] = {}  # checksums of the model files that this rank wrote
+        self.gptq_ms = 0.0
         self.ema: dict[str, Tensor] = {}  # fp32 averages of gpt's parameters
 
     def update_ema(self) -> None:
@@ -963,6 +972,7 @@ class TrainingState:
             "step": self.step,
             "train_ms": self.stopwatch.elapsed_ms(),
             "knobs": asdict(self.hp),
+            "script": self.inputs["script"],
             "stream": (self.loader.stream.shard, self.loader.stream.position),
             "sequence": self.loader.sequence,
             "shards": [len(shard) for shard in self.loader.stream.shards],
@@ -992,6 +1002,9 @@ class TrainingState:
 
     def request_stop(self, signum: int, frame: Any) -> None:
         """Signal handler: stop after the current step. Further signals change nothing."""
+        if self.signum == 0 and self.runtime.rank == 0 and sys.stdout is not None:
+            with contextlib.suppress(OSError):  # print is unsafe here
+                os.write(1, f"signal:{signum}: stopping after this step\n".encode())
         self.signum = self.signum or signum
 
 
@@ -1002,22 +1015,17 @@ def train_step(state: TrainingState) -> Tensor:
     total_loss = torch.zeros((), device=state.runtime.device)
     state.gpt.zero_grad()
     for micro_step in range(grad_accum_steps):
-        # Each slot has its own seed, so that any number of ranks draws the same dropout.
-        slot = micro_step * state.runtime.world_size + state.runtime.rank
-        seed = 1_000_003 * hp.seed + state.step * hp.batch_slots + slot
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms
-        if state.runtime.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed_dropout(state, micro_step)
         if dist.is_initialized():
             # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
-            # only: one exchange a step. It reads this flag in its forward pass.
+            # only. It reads this flag in its forward pass.
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         row = hp.train_batch_tokens // hp.batch_slots if hp.whole_documents else state.gpt.context
         batch = state.loader.next_batch(hp.train_batch_tokens, row, grad_accum_steps)
         loss = state.model(*batch) * (1 / grad_accum_steps)
         state.scaler.scale(loss).backward()
         total_loss += loss.detach()
-    if state.step == 0 or state.stopwatch.started is None:  # or warm-up
+    if state.step == 0:
         for name, param in state.gpt.named_parameters():
             if param.requires_grad and param.grad is None:
                 raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
@@ -1028,6 +1036,15 @@ def train_step(state: TrainingState) -> Tensor:
         for optimizer in state.optimizers:
             optimizer.step()
     return total_loss
+
+
+def seed_dropout(state: TrainingState, micro_step: int) -> None:
+    """Give each slot its own seed, so that any number of ranks draws the same dropout."""
+    slot = micro_step * state.runtime.world_size + state.runtime.rank
+    seed = 1_000_003 * state.hp.seed + state.step * state.hp.batch_slots + slot
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms
+    if state.runtime.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def unscale_gradients(state: TrainingState) -> bool:
@@ -1071,7 +1088,7 @@ def train(state: TrainingState, validation: "Validation") -> int:
         state.step += 1
         if hp.ema_decay > 0:
             state.update_ema()
-        # Near the cap, the clock is exact: a run ends less than one step after it.
+        # Near the cap (four average steps), the clock waits for this step: the run ends on time.
         is_near_cap = state.step <= 3 or elapsed_ms * (1 + 4 / state.step) >= cap_ms
         state.stopwatch.lap(wait=cap_ms > 0 and is_near_cap)
         log_step(state, rank_loss)
@@ -1083,7 +1100,7 @@ def warm_up(state: TrainingState) -> None:
     """Take WARMUP_STEPS steps to compile, off the clock. They train nothing: all is restored."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
-    # DDP reorders its buckets after step 1. A resumed run repeats that, to add in the same order.
+    # After its first step, DDP adds gradients in another order. A resumed run gets past that here.
     num_steps = max(wanted, int(dist.is_initialized()))
     # Visit each stage (loops, lengths of the context), so that the training compiles nothing.
     changes = [end for _, end in state.hp.context_stages()]
@@ -1097,19 +1114,6 @@ def warm_up(state: TrainingState) -> None:
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
     state.load_state_dict(start)
-
-
-def log_step(state: TrainingState, rank_loss: Tensor) -> None:
-    """Log a step that is due. Show the step and the time left on a terminal."""
-    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
-    name = f"step:{state.step}/{hp.iterations}"
-    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
-        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
-    elapsed_ms = stopwatch.elapsed_ms()
-    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
-    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
-    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
 
 
 # ---- Evaluation -----------------
@@ -1142,6 +1146,9 @@ class Validation:
             raise InputError(f"{problem}: lower it (PRESET=demo has 128), or use a longer text")
         kept = min(max(hp.max_val_tokens // T, 1), whole) if hp.max_val_tokens > 0 else whole
         self.tokens = tokens[: kept * T + 1]  # uint16
+        self.part = f" tokens:{kept * T} of {whole * T}" if kept < whole else ""
+        self.inputs = {"val_tokens": binascii.crc32(tokens.numpy())}  # checksums
+        self.inputs["tokenizer"] = binascii.crc32(Path(hp.tokenizer_path).read_bytes())
         self.num_bytes = count_bytes(tokenizer, self.tokens.numpy())
         self.is_tokenizer_right = retokenizes(tokenizer, tokens.numpy())
 
@@ -1825,35 +1832,33 @@ def decode_values(obj: dict[str, Any]) -> dict[str, Any]:
 
 # ---- The run --------------------
 def finish(state: TrainingState, validation: Validation) -> int:
-    """Write the model, then validate it and score its artifact. Returns the exit code."""
+    """Write the model first: scoring may fail. Then score it. Returns the exit code."""
     hp, runtime = state.hp, state.runtime
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
         save_checkpoint(state)
     state.gpt.load_state_dict(state.gpt.state_dict() | state.ema)
-    artifact, report, gptq_ms, checksums, files = runtime.from_rank_0(lambda: write_model(state))
-    set_signal_action(signal.SIG_DFL)  # from here on, a signal ends the process at once
-    if state.signum:
-        runtime.log(f"stopped: signal:{state.signum}: not scored, use tests/tools/score.py")
-        signal.raise_signal(state.signum)
+    artifact, report = runtime.from_rank_0(lambda: write_model(state))
+    # Now a signal ends the process at once. SIG_DFL alone would not end PID 1.
+    set_signal_action(signal.SIG_DFL if os.getpid() > 1 else lambda n, frame: os._exit(128 + n))
+    signum = max(runtime.gather(state.signum))
+    if signum > 0:
+        runtime.log(f"stopped: signal:{signum}: not scored, use tests/tools/score.py")
+        return 128 + signum
     pre_quant_loss = validate(state, validation)
-    log_end(state, checksums[WEIGHTS], report)
-    load_weights(state.gpt, artifact, "the exported artifact")
+    log_end(state, report)
+    load_weights(state.gpt, artifact, "the exported artifact")  # state.model shares its weights
     started = time.perf_counter()
     loss = mean_loss(final_losses(state.model, validation, runtime), runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
-    facts = {
-        "val_loss": loss, "val_bpb": validation.bits_per_byte(loss),
-        "pre_quant_val_loss": pre_quant_loss,
-        "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss), "eval_ms": eval_ms,
-        "steps": state.step, "train_ms": state.stopwatch.elapsed_ms(),
-        "bytes_total": len(artifact) + len(runtime.source), "bytes_code": len(runtime.source),
-        "crc32": checksums, "gptq_ms": gptq_ms,
+    scores = {
+        "val_loss": loss, "val_bpb": validation.bits_per_byte(loss), "eval_ms": eval_ms,
+        "bytes_total": len(artifact) + len(runtime.source), "pre_quant_val_loss": pre_quant_loss,
+        "pre_quant_val_bpb": validation.bits_per_byte(pre_quant_loss),
     }  # fmt: skip
-    files[RESULT] = runtime.from_rank_0(lambda: write_result(state, facts))
-    written = [str(Path(hp.output_dir, name)) for name, ok in files.items() if ok]
+    written = runtime.from_rank_0(lambda: write_result(state, scores))
     runtime.log(f"files: {shlex.join(written)}")
     log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
-    return int(not all(files.values()) or not math.isfinite(loss))
+    return int(len(written) < len(FINAL_FILES) or not math.isfinite(loss))
 
 
 def run() -> int:
@@ -1864,11 +1869,12 @@ def run() -> int:
     compare_ranks(hp, runtime)
     state = TrainingState(hp, runtime)
     validation = Validation(hp)
+    state.inputs |= validation.inputs
     log_settings(state.gpt, validation, runtime)
     load_checkpoint(state)
     runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
+    runtime.from_rank_0(lambda: move_older_files(hp))
     warm_up(state)
-    runtime.from_rank_0(lambda: move_older_files(hp, runtime.log))
     signum = train(state, validation)
     if signum > 0:
         return stop(state, signum)
@@ -1975,6 +1981,16 @@ def technique_rules(hp: Hyperparameters) -> list[tuple]:
 
 
 # ---- Runtime --------------------
+def gpu_report() -> str:
+    try:
+        result = subprocess.run("nvidia-smi", capture_output=True, errors="replace", timeout=20)
+        return result.stdout.rstrip()
+    except OSError:
+        return "no nvidia-smi"
+    except subprocess.TimeoutExpired:
+        return "nvidia-smi: no answer"
+
+
 @dataclass
 class Log:
     """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
@@ -1987,12 +2003,12 @@ class Log:
         """Call this late, so that an input error leaves no file."""
         path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
-        gpus = subprocess.getoutput("nvidia-smi") if shutil.which("nvidia-smi") else "no nvidia-smi"
+        text = source.decode(errors="backslashreplace")
+        header = f"{versions}\nscript_bytes:{len(text.encode())}\n{gpu_report()}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
-            text = source.decode(errors="backslashreplace")
-            print(text, "=" * 100, versions, gpus, "=" * 100, sep="\n", file=self.file)
+            print(text, "=" * 100, header, "=" * 100, sep="\n", file=self.file)
         except OSError as error:
             raise InputError(f"OUTPUT_DIR={hp.output_dir!r} cannot be written: {error}") from None
         self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -2053,15 +2069,6 @@ class Runtime:
         if isinstance(shared[0], Exception):
             raise shared[0]
         return shared[0]
-
-
-def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
-    """The attention kernels that PyTorch may use, best first."""
-    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
-    best = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
-    best.insert(0 if current_flash_attention() == "FA3" else 1, SDPBackend.FLASH_ATTENTION)
-    return [*best, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def activate_flash_attention_3(device: torch.device) -> None:
@@ -2197,13 +2204,14 @@ class Stopwatch:
 
 
 def set_signal_action(action: Any) -> None:
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # of SLURM
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
             signal.signal(signum, action)
 
 
 # ---- Files ----------------------
 WEIGHTS, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
+FINAL_FILES = (WEIGHTS, ARTIFACT, RESULT)
 
 
 def copy_tensors(value: Any, device: torch.device | str) -> Any:
@@ -2257,7 +2265,11 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # a power cut must not leave an empty file under the new name
+            try:
+                os.fsync(file.fileno())  # else a power cut could leave an empty file
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                    raise  # those are of file systems without fsync
         os.replace(temporary, path)
         return True
     except OSError as error:
@@ -2267,60 +2279,62 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
         return False
 
 
-def is_scored(folder: Path) -> bool:
-    """Check that a folder has a score and its artifact."""
-    try:
-        result = json.loads(Path(folder, RESULT).read_bytes())
-        checksum = binascii.crc32(Path(folder, ARTIFACT).read_bytes())
-        saved = result.get("crc32", {ARTIFACT: checksum})  # old ones lack it
-        return result["val_loss"] is not None and saved[ARTIFACT] == checksum
-    except (AttributeError, KeyError, OSError, ValueError):
-        return False
-
-
-def move_older_files(hp: Hyperparameters, log: Log) -> None:
-    """Move an older run's files to previous/. Those without a score stay and replace nothing."""
-    folder, previous = Path(hp.output_dir), Path(hp.output_dir, "previous")
-    names = [name for name in (WEIGHTS, RESULT, ARTIFACT) if Path(folder, name).is_file()]
-    if names and not is_scored(folder) and (RESULT in names or is_scored(previous)):
-        log(f"{', '.join(names)}: no score, kept until the next model")
+def move_older_files(hp: Hyperparameters, names: tuple[str, ...] = FINAL_FILES) -> None:
+    """Move older files to previous/TIME, the time of the newest. Nothing is ever replaced."""
+    files = filter(Path.is_file, (Path(hp.output_dir, name) for name in names))
+    files = sorted(files, key=os.path.getmtime)
+    if not files:
         return
+    newest = time.localtime(os.path.getmtime(files[-1]))
+    folder = Path(hp.output_dir, "previous", time.strftime("%y%m%d-%H%M%S", newest))
+    while any((folder / file.name).exists() for file in files):
+        folder = folder.with_name(f"{folder.name}+")
     try:
-        for name in names:  # in this order a cut move goes on
-            os.renames(folder / name, previous / name)
+        for file in files:  # the newest last: after a cut, the rest goes into the same folder
+            os.renames(file, folder / file.name)
     except OSError as error:
-        raise InputError(f"{name} cannot be moved to {previous}: {error.strerror}") from None
+        raise InputError(f"{file} cannot be moved to {folder}: {error.strerror}") from None
 
 
-def write_result(state: TrainingState, facts: dict[str, Any]) -> bool:
-    """Write facts and knobs. A number that is not finite is null: NaN is not JSON."""
-    facts |= {
+def write_result(state: TrainingState, scores: dict[str, float]) -> list[str]:
+    """Write scores, knobs and checksums. Returns the final files written so far."""
+    hp, runtime, train_ms = state.hp, state.runtime, state.stopwatch.elapsed_ms()
+    facts = {
+        **scores, "steps": state.step, "train_ms": train_ms,
+        "tokens_per_second": hp.train_batch_tokens * state.step / max(train_ms, 1) * 1000,
+        "bytes_code": len(runtime.source), "crc32": state.outputs, "input_crc32": state.inputs,
+        "gptq_ms": state.gptq_ms,
         "model_params": sum(param.numel() for param in state.gpt.parameters()),
         "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
-        "torch": torch.__version__, "device": str(state.runtime.device),
-        "world_size": state.runtime.world_size, "knobs": asdict(state.hp),
-        "run_seconds": time.perf_counter() - state.runtime.started,
+        "torch": torch.__version__, "device": str(runtime.device),
+        "world_size": runtime.world_size, "knobs": asdict(hp),
+        "run_seconds": time.perf_counter() - runtime.started,
     }  # fmt: skip
+    # A number that is not finite becomes null: NaN is not JSON.
     data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
-    return write_file(Path(state.hp.output_dir, RESULT), data.encode(), state.runtime.log)
+    is_written = write_file(Path(hp.output_dir, RESULT), data.encode(), runtime.log)
+    names = [*state.outputs, RESULT] if is_written else [*state.outputs]
+    return [str(Path(hp.output_dir, name)) for name in names]
 
 
-def write_model(state: TrainingState) -> tuple[bytes, str, float, dict[str, int], dict[str, bool]]:
-    """Write weights and artifact. Returns what export does, checksums, files it wrote."""
-    hp, log = state.hp, state.runtime.log
+def write_final(state: TrainingState, name: str, data: bytes, older: tuple[str, ...]) -> None:
+    """Write a model file, once the older files of another run are moved."""
     try:
-        move_older_files(hp, log)  # again: another run may have ended since the first step
+        move_older_files(state.hp, older)  # of a run that has ended since
     except InputError as error:
-        log(f"WARNING: {error}")
-    weights = serialize(state.gpt.state_dict())
-    checksums = {WEIGHTS: binascii.crc32(weights)}
-    write_result(state, {"crc32": checksums})  # first: a file it does not match is another run's
-    files = {WEIGHTS: write_file(Path(hp.output_dir, WEIGHTS), weights, log)}
-    artifact, report, gptq_ms = export(state.gpt, hp, state.runtime)
-    checksums[ARTIFACT] = binascii.crc32(artifact)
-    write_result(state, {"crc32": checksums, "gptq_ms": gptq_ms})
-    files[ARTIFACT] = write_file(Path(hp.output_dir, ARTIFACT), artifact, log)
-    return artifact, report, gptq_ms, checksums, files
+        state.runtime.log(f"WARNING: {error}")
+    state.outputs[name] = binascii.crc32(data)
+    write_result(state, {})  # first, so that no model is without its knobs and checksum
+    if not write_file(Path(state.hp.output_dir, name), data, state.runtime.log):
+        del state.outputs[name]
+
+
+def write_model(state: TrainingState) -> tuple[bytes, str]:
+    """Write the weights, then the artifact. Returns it, and the log's lines about sizes."""
+    write_final(state, WEIGHTS, serialize(state.gpt.state_dict()), older=FINAL_FILES)
+    artifact, report, state.gptq_ms = export(state.gpt, state.hp, state.runtime)
+    write_final(state, ARTIFACT, artifact, older=(ARTIFACT,))
+    return artifact, report
 
 
 # ---- Checkpoints ----------------
@@ -2328,26 +2342,19 @@ OPTIMIZER_KNOBS = "params names lr base_lr betas eps backend_steps weight_decay"
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
-    """Restore a saved state_dict by parameters' names. keep_dtypes: undo torch's cast."""
-    new = optimizer.state_dict()
-    by = "names" if "names" in saved["param_groups"][0] else "params"  # older ones: by number
-    names = [name for group in new["param_groups"] for name in group[by]]
-    saved_names = [name for group in saved["param_groups"] for name in group[by]]
-    if moved := {*names} ^ {*saved_names}:
-        problem = f"the checkpoint's {type(optimizer).__name__} differs in {min(moved)}"
-        raise InputError(f"{problem}: use its CONTROL_TENSOR_NAME_PATTERNS and OPTIMIZER_GROUPS")
-    saved_groups = {name: group for group in saved["param_groups"] for name in group[by]}
-    for group in new["param_groups"]:
-        old = saved_groups[group[by][0]] if group[by] else {}
+    """Restore a saved state_dict, but not its knobs. keep_dtypes: undo torch's cast."""
+    groups, saved_groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
+    names = [group.get("names") for group in saved_groups]  # older checkpoints have none
+    if any(names) and names != [group["names"] for group in groups]:
+        problem = f"the checkpoint's {type(optimizer).__name__} has parameters in other places"
+        raise InputError(f"{problem}: use its script and CONTROL_TENSOR_NAME_PATTERNS")
+    for group, old in zip(groups, saved_groups, strict=True):
         group |= {key: value for key, value in old.items() if key not in OPTIMIZER_KNOBS}
-    numbers = [saved_names.index(name) for name in names]
-    new["state"] = {i: saved["state"][n] for i, n in enumerate(numbers) if n in saved["state"]}
-    optimizer.load_state_dict({**saved, **new})
-    if keep_dtypes:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for i, values in new["state"].items():
-            state = optimizer.state[params[i]]
-            state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, values in saved["state"].items() if keep_dtypes else ():
+        state = optimizer.state[params[i]]
+        state |= {k: x.to(state[k].device) for k, x in values.items() if isinstance(x, Tensor)}
 
 
 def save_checkpoint(state: TrainingState) -> bool:
@@ -2367,7 +2374,7 @@ def save_checkpoint(state: TrainingState) -> bool:
 
 
 def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint to resume from, if any. Older scripts saved no knobs, shards or scaler."""
+    """The checkpoint to resume from, if any. Older scripts saved less."""
     own = hp.checkpoint_path()
     path = own if hp.resume == "auto" else Path(hp.resume)
     if own.is_file() and (hp.resume == "" or path.resolve() != own.resolve()):
@@ -2376,8 +2383,8 @@ def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
         return None, {}  # a new run
     if not path.is_file():
         raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
-    saved = {"knobs": {}, "shards": None, "scaler": {}, "sequence": 0, "ema": {}}
-    saved |= deserialize(path.read_bytes(), str(path))
+    older = {"knobs": {}, "shards": None, "scaler": {}, "script": None, "sequence": 0, "ema": {}}
+    saved = older | deserialize(path.read_bytes(), str(path))
     if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
         raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
     return path, saved
@@ -2396,8 +2403,9 @@ def load_checkpoint(state: TrainingState) -> None:
         raise InputError(f"{path} has no {', '.join(missing)}: resume a checkpoint of this script")
     if dropped := sorted(saved.keys() - own.keys()):
         log(f"WARNING: {', '.join(dropped)} of {path} is dropped: this script does not have it")
-    old = saved["knobs"] | {"train_shards": saved["shards"], "resume": ""}
-    new = own["knobs"] | {"train_shards": own["shards"], "resume": ""}
+    script = saved["script"] or own["script"]
+    old = saved["knobs"] | {"train_shards": saved["shards"], "resume": "", "script": script}
+    new = own["knobs"] | {"train_shards": own["shards"], "resume": "", "script": own["script"]}
     changes = [f"{k.upper()}:{a}->{b}" for k in new | old if (a := old.get(k)) != (b := new.get(k))]
     state.load_state_dict(saved, str(path))
     log(f"resume:{path} step:{state.step} changed:{' '.join(changes) or 'nothing'}")
@@ -2458,16 +2466,28 @@ def log_warnings(validation: Validation, runtime: Runtime) -> None:
         runtime.log("WARNING: no usable GPU, so this runs on the CPU: see nvidia-smi")
 
 
-def log_end(state: TrainingState, checksum: int, report: str) -> None:
-    """Log how training ended. checksum: of the saved weights."""
+def log_step(state: TrainingState, rank_loss: Tensor) -> None:
+    """Log a step that is due. Show the step and the time left on a terminal."""
+    hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
+    name = f"step:{state.step}/{hp.iterations}"
+    if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
+        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
+    elapsed_ms = stopwatch.elapsed_ms()
+    minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
+    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
+    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
+
+
+def log_end(state: TrainingState, report: str) -> None:
+    """Log how training ended. report: the lines about sizes."""
     hp, runtime = state.hp, state.runtime
     if state.step < hp.iterations:
         end = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms step:{state.step}/{hp.iterations}"
         runtime.log(f"stopping_early: wallclock_cap {end}")
     if runtime.world_size > 1:
-        own = binascii.crc32(serialize(state.gpt.state_dict()))
-        same = all(runtime.gather(own == checksum))
-        runtime.log("replicas:identical" if same else "WARNING: replicas: weights differ")
+        sums = {*runtime.gather(binascii.crc32(serialize(state.gpt.state_dict())))}
+        runtime.log("WARNING: replicas: weights differ" if len(sums) > 1 else "replicas:identical")
     if state.skipped_steps > 0:
         runtime.log(f"WARNING: {state.skipped_steps} steps skipped: fp16 gradients not finite")
     if runtime.device.type == "cuda":
@@ -2480,7 +2500,7 @@ def log_score(name: str, loss: float, ms: float, validation: Validation, runtime
     """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
     log_warnings(validation, runtime)
     stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
-    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}")
+    runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}{validation.part}")
     runtime.log(f"{name}_exact {validation.format(loss, digits=8)}")
 
 
@@ -2488,13 +2508,12 @@ def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
     """Check that nine tenths of the first 100 documents survive decoding and re-encoding."""
     tokens = tokens[tokens != tokenizer.eos_id()]  # other tools end documents with it
     starts = np.flatnonzero(tokens == tokenizer.bos_id())[:101]
-    documents = [document[1:2001].tolist() for document in np.split(tokens, starts)[1:101]]
     same = []
-    for i, ids in enumerate(documents):
+    for document in np.split(tokens, starts)[1:101]:
+        ids = document[1:2001].tolist()
+        half = len(ids) // 2  # a cut may change the tokens before it
         if tokenizer.unk_id() not in ids:  # <unk> lost its text
-            is_cut = len(ids) == 2000 or i == len(starts) - 1
-            kept = len(ids) // 2 if is_cut else len(ids)  # a cut may change the tokens before it
-            same.append(tokenizer.encode(tokenizer.decode(ids))[:kept] == ids[:kept])
+            same.append(tokenizer.encode(tokenizer.decode(ids))[:half] == ids[:half])
     return len(starts) > 0 and 10 * sum(same) >= 9 * len(same)
 
 
@@ -2545,7 +2564,6 @@ def leave(job: Callable[[], int]) -> NoReturn:
 
 def main() -> None:
     if sys.argv[1:] in (["-h"], ["--help"]):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for --help | head
         print(__doc__, inspect.getsource(Hyperparameters).split("    def ")[0], sep="\n")
         return
     if len(sys.argv) > 1:
