@@ -14,16 +14,16 @@ RECORD_SCRIPT = SCRIPT.with_name("tests") / "records" / "train_record.py"
 # them by their first words. A comment belongs to the part below it.
 DIFFER = """
 docstring, CONTROL_TENSOR_NAME_PATTERNS, Hyperparameters.preset, PRESETS, apply_rotary,
-CausalSelfAttention.docstring, CausalSelfAttention.__init__, CausalSelfAttention.forward,
-MLP.docstring, MLP.__init__, MLP.forward, Block.__init__, Block.forward, GPT.__init__, GPT.forward,
-GPT.logits, GPT.add_skip, Muon.__init__, Muon.step, Muon.nesterov, Muon.orthogonalize,
-build_optimizers, TrainingState.__init__, TrainingState.state_dict, TrainingState.load_state_dict,
-train_step, train, warm_up, Validation.__init__, evaluate, final_losses, INT8_LEVELS,
-INT8_SCALE_FLOOR, quantize_rows, quantize_tensor, quantize_state_dict_int8,
-dequantize_state_dict_int8, decompress, export, finish, check_knobs, attention_backends,
-open_runtime, wrap, deserialize, write_model, read_checkpoint
+attention_backends, CausalSelfAttention.docstring, CausalSelfAttention.__init__,
+CausalSelfAttention.forward, MLP.docstring, MLP.__init__, MLP.forward, Block.__init__,
+Block.forward, GPT.__init__, GPT.forward, GPT.logits, GPT.add_skip, Muon.__init__, Muon.step,
+Muon.nesterov, Muon.orthogonalize, build_optimizers, TrainingState.__init__,
+TrainingState.state_dict, TrainingState.load_state_dict, train_step, train, warm_up,
+Validation.__init__, evaluate, final_losses, INT8_LEVELS, INT8_SCALE_FLOOR, quantize_rows,
+quantize_tensor, quantize_state_dict_int8, dequantize_state_dict_int8, decompress, export, finish,
+check_knobs, open_runtime, wrap, deserialize, write_result, write_model, read_checkpoint
 """
-PINNED = 1707089476  # checksum of these parts' text in train_gpt.py
+PINNED = 815355571  # checksum of these parts' text in train_gpt.py
 ADVICE = """
 Out of step in train_gpt.py and tests/records/train_record.py: {}.
 To port an uncommitted edit of train_gpt.py:
