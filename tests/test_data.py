@@ -1,6 +1,5 @@
-"""Shards, the token stream, and each rank's part of it; the helpers of data/files.py."""
+"""Shards and bad shards; the helpers of data/files.py. (Ranks: test_loader_sharding.py.)"""
 
-import itertools
 import os
 import re
 from argparse import ArgumentTypeError
@@ -8,20 +7,9 @@ from argparse import ArgumentTypeError
 import files
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from texts import write_shard
+from texts import write_counting_shards, write_shard
 
 from train_gpt import DistributedTokenLoader, InputError, TokenStream, load_data_shard
-
-
-def write_counting_shards(folder, sizes: list[int]) -> str:
-    """Write shards of these sizes, whose tokens count up from 0. Returns their pattern."""
-    first = 0
-    for i, size in enumerate(sizes):
-        write_shard(folder / f"fineweb_train_{i:06d}.bin", range(first, first + size))
-        first += size
-    return str(folder / "fineweb_train_*.bin")
 
 
 def test_a_shard_loads_as_its_tokens(tmp_path):
@@ -68,32 +56,6 @@ def test_a_token_outside_the_vocabulary_names_its_shard(tmp_path):
     loader.next_batch(384, 12, 1)
     with pytest.raises(InputError, match="fineweb_train_000001.bin.* 387 .*VOCAB_SIZE=385"):
         loader.next_batch(12, 12, 1)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@settings(max_examples=25, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
-    seq_len=st.integers(1, 9),
-    sequences=st.integers(1, 3),
-    steps=st.integers(1, 3),
-)
-def test_a_step_is_the_same_eight_spans_for_every_world_size(
-    tmp_path_factory, world_size, sizes, seq_len, sequences, steps
-):
-    """The spans, ordered by micro-step and rank, form the stream of all shards, which repeats. A
-    span is the inputs of a batch and its last target."""
-    pattern = write_counting_shards(tmp_path_factory.mktemp("shards"), sizes)
-    loaders = [DistributedTokenLoader(pattern, r, world_size, "cpu") for r in range(world_size)]
-    accum = 8 // world_size
-    spans = []
-    for _, loader in itertools.product(range(steps * accum), loaders):
-        x, y = loader.next_batch(8 * sequences * seq_len, seq_len, accum)
-        assert x.shape == y.shape == (sequences, seq_len) and x.dtype == y.dtype == torch.int64
-        assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
-        spans.append([*x.flatten().tolist(), y.flatten()[-1].item()])
-    length, total = sequences * seq_len + 1, sum(sizes)
-    assert spans == [[(i * length + j) % total for j in range(length)] for i in range(8 * steps)]
 
 
 def test_a_number_on_a_command_line_is_finite_and_in_range():

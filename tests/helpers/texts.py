@@ -40,5 +40,14 @@ def write_shard(path: Path, tokens, magic=20240520, version=1, count=None) -> Pa
     return path
 
 
+def write_counting_shards(folder: Path, sizes: list[int]) -> str:
+    """Write shards of these sizes, whose tokens count up from 0. Returns their pattern."""
+    first = 0
+    for i, size in enumerate(sizes):
+        write_shard(folder / f"fineweb_train_{i:06d}.bin", range(first, first + size))
+        first += size
+    return str(folder / "fineweb_train_*.bin")
+
+
 def read_shard(path: Path) -> np.ndarray:
     return np.fromfile(path, "<u2", offset=1024)
