@@ -2,9 +2,9 @@
 
     python3 data/check_dataset.py FOLDER [--tokenizer MODEL] [--manifest FILE]
 
-FOLDER has the shards, or a folder datasets with one dataset. The manifest says which tokenizer made
-it. Reads every shard, then prints counts, the beginnings of the first documents, and how many
-validation documents are also in train shards. Exits with 1 after a line for each problem.
+FOLDER has the shards, or is the --output-root of one dataset. Its manifest names the tokenizer.
+Prints counts, the beginnings of the first documents, and how many validation documents are also in
+train shards. Exits with 1 after a line for each problem.
 """
 
 import collections
@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from sentencepiece import SentencePieceProcessor
@@ -135,7 +134,7 @@ def check_split(
     return {f"files_{split}": len(paths), f"tokens_{split}": tokens, f"docs_{split}": docs}
 
 
-def compare(path: Path, listed: dict[str, Any], found: dict[str, int]) -> list[str]:
+def compare(path: Path, listed: dict, found: dict[str, int]) -> list[str]:
     """Return a line for each number that differs; the last train shards may be missing."""
     expected = {**listed, **listed.get("stats", {})}
     if found["files_train"] < expected.get("files_train", 0):
@@ -158,8 +157,8 @@ def find_shards(folder: Path) -> Path:
         raise ValueError(f"{unfinished} exists: its command runs or was interrupted: run it again")
     if not any(folder.glob("fineweb_*.bin")):
         problem = "has no fineweb_*.bin" if folder.is_dir() else "is not a folder"
-        places = f": {', '.join(map(str, inside))}" if inside else ""
-        raise ValueError(f"{folder} {problem}: give the folder that has the shards{places}")
+        wanted = " or ".join(map(str, inside)) or "the folder that has the shards"
+        raise ValueError(f"{folder} {problem}: give {wanted}")
     return folder
 
 

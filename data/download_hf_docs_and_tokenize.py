@@ -72,12 +72,11 @@ def find_files(names: list[str]) -> list[Path | int]:
             raise ValueError(f"{path} does not exist: correct --docs")
         texts = [0 if name == "-" else path]
         if path.is_dir():
-            names = sorted(path.glob("[!.]*"))
-            texts = [file for file in names if file.suffix.lower() in (".txt", ".jsonl")]
-            if not texts:
-                raise ValueError(f"{path} has no .txt or .jsonl files: name its files after --docs")
-            if others := [file.name for file in names if file not in texts]:
-                print(f"Note: {len(others)} others in {path} are not read, such as {others[0]}")
+            inside = sorted(path.glob("[!.]*"))
+            texts = [file for file in inside if file.suffix.lower() in (".txt", ".jsonl")]
+            print(f"{path}: {len(texts)} of {len(inside)} files are read (.txt and .jsonl)")
+        if not texts:
+            raise ValueError(f"{path} has no .txt or .jsonl files: name its files after --docs")
         found += texts
     return found
 
@@ -265,8 +264,7 @@ def check_replaced(args: argparse.Namespace, specs: list[Spec], docs_sha256: str
     """Raise ValueError if a dataset or tokenizer of other documents would be replaced. Without
     docs_sha256, before the documents are here, this is so only if no manifest lists it."""
     output = args.output_root
-    older = read_older_entries(output)
-    entries = [*older["tokenizers"].values(), *older["datasets"].values()]
+    entries = [entry for old in read_older_entries(output).values() for entry in old.values()]
     made_from = {old.get("model_path", old.get("path")): old.get("docs_sha256") for old in entries}
     for spec in specs:
         model, shards = output / spec.model_path, (output / spec.folder).glob("fineweb_*.bin")
@@ -304,30 +302,29 @@ def download_documents(args: argparse.Namespace) -> Path:
     return args.output_root / files.DOCS
 
 
-def describe_dataset(
-    spec: Spec, sp: SentencePieceProcessor, stats: Counts, docs_meta: Facts
-) -> tuple[Facts, Facts]:
-    """Return the manifest's entries of a tokenizer and of its dataset."""
+def add_entries(manifest: Facts, spec: Spec, sp: SentencePieceProcessor, stats: Counts) -> None:
+    """Add a tokenizer and its dataset to the manifest."""
     facts = {"vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "eos_id": sp.eos_id()}
     facts["recommended_bigram_vocab_size"] = 5 * 128 * math.ceil(sp.vocab_size() / 128)
-    facts["docs_sha256"] = docs_meta["docs_sha256"]
-    tokenizer = {
+    facts["docs_sha256"] = manifest["docs_meta"]["docs_sha256"]
+    manifest["tokenizers"][spec.name] = {
         "name": spec.name,
         "kind": tokenizer_tools.KIND,
+        **facts,
         "model_path": spec.model_path,
         "vocab_path": spec.model_path.removesuffix(".model") + ".vocab",
         "source_spec": spec.fields,
     }
-    dataset = {
+    manifest["datasets"][spec.dataset] = {
         "name": spec.dataset,
         "tokenizer_name": spec.name,
         "tokenizer_kind": tokenizer_tools.KIND,
         "path": spec.folder,
         "train_glob": f"{spec.folder}/fineweb_train_*.bin",
         "val_glob": f"{spec.folder}/fineweb_val_*.bin",
+        **facts,
         "stats": stats,
     }
-    return tokenizer | facts, dataset | facts
 
 
 def build_datasets(
@@ -349,8 +346,7 @@ def build_datasets(
             shutil.rmtree(folder)  # of an interrupted command
         stats = export_dataset(texts, num_docs, encode, folder, manifest["shard_size"])
         print(f"{spec.dataset}:", *(f"{name}:{count}" for name, count in stats.items()), flush=True)
-        tokenizer, dataset = describe_dataset(spec, sp, stats, manifest["docs_meta"])
-        manifest["tokenizers"][spec.name], manifest["datasets"][spec.dataset] = tokenizer, dataset
+        add_entries(manifest, spec, sp, stats)
     return models
 
 
@@ -392,9 +388,9 @@ def rebuild(args: argparse.Namespace, specs: list[Spec], sources: list[Path | in
         print(f"{note} from several sources, add --shuffle 1 to mix them.")
     val_texts = itertools.islice(read_documents(docs), num_docs["val"])
     print(f"val: {tokenizer_tools.lzma_score(val_texts)}")
-    settings = {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
+    about |= {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
     used = {"tokenizer_specs": [spec.fields for spec in specs], "tokenizers": {}, "datasets": {}}
-    manifest = {**settings, **about, **used}
+    manifest = about | used
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
     models = build_datasets(specs, docs, num_docs, cut, manifest, output)
     publish(manifest, models, copies, output)

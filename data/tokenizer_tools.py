@@ -65,12 +65,9 @@ class Spec:
     fields: dict[str, Any]  # from the file and the command line
     name: str
     dataset: str
-    model_path: str  # in the output folder
-    reused: bytes | None = None  # the SentencePiece model to reuse
-
-    @property
-    def folder(self) -> str:
-        return f"datasets/{self.dataset}"
+    folder: str  # of the shards; both paths are relative to the output folder
+    model_path: str
+    reused: bytes | None  # the SentencePiece model to reuse
 
 
 def check_fields(fields: dict[str, Any]) -> None:
@@ -115,6 +112,9 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
             caseops.check_tokenizer(sp, str(path))
         elif caseops.is_caseops(sp):
             raise ValueError(f"{path} is a CaseOps tokenizer: use it with --caseops")
+        if sp.piece_to_id("\u2581") == sp.unk_id():
+            lacks = f"{path} has no piece for a single space, which becomes three tokens"
+            print(f"WARNING: {lacks} or <unk>: a tokenizer that you train here has one")
         pieces = sp.vocab_size()
         size = size or pieces
         if pieces > size:
@@ -124,7 +124,7 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
     name = fields.get("name", f"sp_bpe_{size}") + suffix
     dataset = files.DATASET_PREFIX + fields.get("dataset_suffix", f"sp{size}") + suffix
     prefix = fields.get("model_prefix", f"fineweb_{size}_bpe") + suffix
-    return Spec(fields, name, dataset, f"tokenizers/{prefix}.model", model)
+    return Spec(fields, name, dataset, f"datasets/{dataset}", f"tokenizers/{prefix}.model", model)
 
 
 def read_specs(source: Path | int, overrides: dict[str, Any], reused: dict[int, str]) -> list[Spec]:
@@ -169,10 +169,6 @@ def sentences_of(texts: Iterable[str], limit: int, cut: bool) -> Iterator[str]:
 def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes:
     """Reuse a SentencePiece model or train one on the texts. Raises ValueError."""
     if spec.reused is not None:
-        sp = open_model(spec.reused, spec.name)
-        if sp.piece_to_id("\u2581") == sp.unk_id():
-            lacks = f"{spec.name} has no piece for a single space, which becomes three tokens"
-            print(f"WARNING: {lacks} or <unk>: a tokenizer that you train here has one")
         return spec.reused
     texts = itertools.islice(texts, spec.fields.get("tokenizer_train_docs"))
     settings = {"vocab_size": spec.fields["vocab_size"], "hard_vocab_limit": False}
