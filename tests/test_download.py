@@ -23,7 +23,6 @@ PREFIX = "/datasets/willdepueoai/parameter-golf/resolve/main/datasets/"
 TRAIN = [f"datasets/fineweb10B_sp1024/fineweb_train_{index:06d}.bin" for index in range(3)]
 VAL = [f"datasets/fineweb10B_sp1024/fineweb_val_{index:06d}.bin" for index in range(2)]
 MODEL, VOCAB = "tokenizers/fineweb_1024_bpe.model", "tokenizers/fineweb_1024_bpe.vocab"
-BYTES = "tokenizers/fineweb_pure_byte_260.json"
 DOCS, SIDECAR = "docs_selected.jsonl", "docs_selected.source_manifest.json"
 DEFAULTS = {"variant": "sp1024", "train_shards": None, "skip_manifest": False, "with_docs": False}
 download = functools.partial(cached_challenge_fineweb.download, **DEFAULTS)
@@ -31,21 +30,13 @@ download = functools.partial(cached_challenge_fineweb.download, **DEFAULTS)
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory, tokenizer) -> Path:
-    """The output of the rebuild: documents of 301 tokens, four of them for validation. As on the
-    hub, there is also a tokenizer of bytes."""
+    """The output of the rebuild: documents of 301 tokens, four of them for validation."""
     folder = tmp_path_factory.mktemp("repository")
     write_documents(folder / DOCS, [chr(0x4E00 + number) * 100 for number in range(13)])
     (folder / SIDECAR).write_text('{"docs_val": 4}')
     arguments = f"--output-root {folder} --vocab-size 1024 --chunk-tokens 1000"
     arguments += f" --docs {folder / DOCS} --reuse-sp-model 1024={tokenizer}"
     rebuild.main(arguments.split())
-    manifest = json.loads((folder / "manifest.json").read_text())
-    stats = {"files_val": 0, "files_train": 0}
-    entry = {"name": "fineweb10B_byte260", "tokenizer_name": "bytes", "stats": stats}
-    manifest["datasets"].append(entry)
-    manifest["tokenizers"].append({"name": "bytes", "path": BYTES})
-    for name, content in (("manifest.json", manifest), (BYTES, {"vocab_size": 260})):
-        (folder / name).write_text(json.dumps(content))
     return folder
 
 
@@ -111,9 +102,14 @@ def test_a_run_downloads_what_is_missing(hub):
     download(hub.root, skip_manifest=True)
 
 
-def test_what_only_the_hub_has_is_downloaded(hub):
+def test_a_dataset_of_bytes_is_downloaded(hub):
+    """The hub has one. Here, none is made."""
+    stats = {"files_val": 0, "files_train": 0}
+    dataset = {"name": "fineweb10B_byte260", "tokenizer_name": "bytes", "stats": stats}
+    manifest = {"datasets": [dataset], "tokenizers": [{"name": "bytes", "path": SIDECAR}]}
+    (hub.folder / "manifest.json").write_text(json.dumps(manifest))
     download(hub.root, variant="byte260")
-    assert_present(hub, BYTES)
+    assert_present(hub, SIDECAR)
 
 
 def test_the_hubs_documents_give_its_shards(hub, tokenizer, monkeypatch):

@@ -202,7 +202,8 @@ def test_documents_of_plain_text_and_json_lines(tmp_path):
 
 def test_documents_of_several_files_and_folders(tmp_path, tokenizer, capsys):
     """Files keep the order of --docs; those of a folder are sorted. No document spans two files. A
-    seed shuffles the documents before the split, in the same order on every platform."""
+    seed shuffles the documents before the split, in the same order on every platform. A command
+    may read a copy that it replaces."""
     folder, mixed = tmp_path / "folder", tmp_path / "out/docs_mixed"
     folder.mkdir()
     for name in ("b.txt", "a.JSONL", "C.TXT", "d.md", ".e.txt"):
@@ -213,9 +214,9 @@ def test_documents_of_several_files_and_folders(tmp_path, tokenizer, capsys):
     texts = list(rebuild.read_documents(mixed))
     assert texts == ["one\n\nand two", "from C.TXT", "json", "from b.txt"]
     assert f"{folder}: 3 of 4 files are read" in capsys.readouterr().out
-    texts = [f"\u00e9 {number}\n" for number in range(40)]
-    write_documents(tmp_path / "docs.jsonl", texts)
-    manifest = run(tmp_path, *reuse, "--shuffle", 7, "--replace")
+    texts += [f"\u00e9 {number}\n" for number in range(36)]
+    docs = write_documents(tmp_path / "docs.jsonl", texts[4:])
+    manifest = run(tmp_path, *reuse, "--shuffle", 7, "--replace", docs=[mixed, docs])
     shuffled = list(rebuild.read_documents(mixed))
     assert shuffled[:5] == [texts[i] for i in (5, 35, 12, 19, 15)] and {*shuffled} == {*texts}
     assert (manifest["num_docs"], manifest["shuffle_seed"]) == (40, 7)
@@ -239,20 +240,17 @@ def named(name) -> dict:
 def test_an_unfinished_dataset_is_refused_until_it_is_finished(tmp_path, tokenizer, capsys):
     """Other commands change nothing about that. Datasets of earlier commands stay good."""
     write_documents(tmp_path / "docs.jsonl")
-    reuse, out = ["--reuse-sp-model", f"384={tokenizer}"], tmp_path / "out"
+    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
+    folders = [tmp_path / f"out/datasets/fineweb10B_{name}" for name in ("first", "last", "half")]
     run(tmp_path, *reuse, specs=[named("first")])
-    (out / "datasets/fineweb10B_bad").symlink_to("nowhere")
+    (tmp_path / "out/datasets/fineweb10B_bad").symlink_to("nowhere")
     assert "10B_bad" in failure(tmp_path, *reuse, specs=[named("half"), named("bad")])
     run(tmp_path, *reuse, specs=[named("last")])
-    folders = [f"{out}/datasets/fineweb10B_{name}" for name in ("first", "last", "half")]
-    assert [check_dataset.main([folder]) for folder in folders] == [0, 0, 1]
+    assert [check_dataset.main([str(folder)]) for folder in folders] == [0, 0, 1]
     assert "fineweb10B_half/unfinished exists" in capsys.readouterr().err
     manifest = run(tmp_path, *reuse, specs=[named("half")])
-    assert [entry["name"] for entry in manifest["tokenizers"]] == ["first", "last", "half"]
-    assert [entry["name"] for entry in manifest["datasets"]] == [
-        Path(name).name for name in folders
-    ]
-    assert [check_dataset.main([folder]) for folder in folders] == [0, 0, 0]
+    assert [entry["name"] for entry in manifest["datasets"]] == [path.name for path in folders]
+    assert [check_dataset.main([str(folder)]) for folder in folders] == [0, 0, 0]
     assert "nothing to compare" not in capsys.readouterr().out
 
 
@@ -270,43 +268,25 @@ def test_two_commands_do_not_write_to_one_folder_at_once(tmp_path):
     assert [entry["name"] for entry in manifest["tokenizers"]] == ["sp_bpe_384", "second"]
 
 
-def contents(folder) -> dict:
-    """Return what later commands may use: neither the lock nor copies of refused documents."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".part")
-    return {path: path.read_bytes() for path in files if path.name != "lock"}
-
-
 def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer):
     """Each dataset has its own documents. A dataset of unknown documents is another's. The same
     documents may replace theirs."""
-    shuffle = ["--reuse-sp-model", f"384={tokenizer}", "--shuffle", 1]
+    shuffle, out = ["--reuse-sp-model", f"384={tokenizer}", "--shuffle", 1], tmp_path / "out"
     a, b = (write_documents(tmp_path / name, TEXTS[:count]) for name, count in (("a", 9), ("b", 8)))
     for name, docs in (("one", a), ("one", a), ("two", b)):
         run(tmp_path, *shuffle, specs=[named(name)], docs=[docs])
-    before, path = contents(tmp_path / "out"), tmp_path / "out/manifest.json"
+    kept = [out / "manifest.json", out / "docs_mixed", *out.rglob("*.bin"), *out.rglob("*.model")]
+    before = [path.read_bytes() for path in kept]
     message = failure(tmp_path, *shuffle, specs=[named("one")], docs=[b])
     assert "fineweb10B_one is of other documents" in message and "add --replace" in message
-    assert contents(tmp_path / "out") == before
+    assert [path.read_bytes() for path in kept] == before
     manifest = run(tmp_path, *shuffle, "--replace", specs=[named("one")], docs=[b])
     assert len({entry.pop("docs_sha256") for entry in manifest["datasets"]}) == 1
-    path.write_text(json.dumps(manifest))
+    kept[0].write_text(json.dumps(manifest))
     result = run_here(tmp_path, {}, rebuild, ["--output-root=out", "--tokenizer-config=specs.json"])
     assert "fineweb10B_one is of other documents, or no" in result.stderr  # without a download
     model = {**named("one"), "dataset_suffix": "new"}
     assert "tokenizers/one.model is of other" in failure(tmp_path, specs=[model], docs=[a])
-
-
-def test_a_command_may_read_what_it_replaces(tmp_path):
-    """It reads each input whole before it replaces anything. If it cannot, that is an error."""
-    docs, out = write_documents(tmp_path / "docs.jsonl"), tmp_path / "out"
-    run(tmp_path, "--shuffle", 1)
-    reuse = ["--reuse-sp-model", f"384={out / 'tokenizers/fineweb_384_bpe.model'}"]
-    run(tmp_path, *reuse, "--shuffle", 2, "--replace", docs=[out / "docs_mixed", docs])
-    assert sorted(rebuild.read_documents(out / "docs_mixed")) == sorted(TEXTS + TEXTS)
-    part = write_documents(out / "docs_piped.part")
-    os.mkfifo(tmp_path / "pipe")
-    assert f"{part} is an input" in failure(tmp_path, docs=[tmp_path / "pipe", part])
-    assert [*rebuild.read_documents(part)] == TEXTS
 
 
 def test_errors_are_one_line(tmp_path):
@@ -318,3 +298,6 @@ def test_errors_are_one_line(tmp_path):
     assert "vocab_size 262 is too small" in message
     (tmp_path / SIDECAR).write_text('{"docs_val": null}')
     assert "get 50000" in failure(tmp_path, docs=[docs])
+    part = write_documents(tmp_path / "out/docs_piped.part")
+    os.mkfifo(tmp_path / "pipe")
+    assert f"{part} is an input" in failure(tmp_path, docs=[tmp_path / "pipe", part])
