@@ -152,9 +152,9 @@ def find_shards(folder: Path) -> Path:
     or not all of them."""
     inside = sorted(path for path in folder.glob("datasets/*") if path.is_dir())
     folder = inside[0] if len(inside) == 1 else folder
-    unfinished = folder / files.UNFINISHED
-    if unfinished.exists():
-        raise ValueError(f"{unfinished} exists: its command runs or was interrupted: run it again")
+    if (unfinished := folder / files.UNFINISHED).exists():
+        problem = f"{unfinished} exists: the command that makes this dataset still runs or was"
+        raise ValueError(f"{problem} interrupted: run it again")
     if not any(folder.glob("fineweb_*.bin")):
         problem = "has no fineweb_*.bin" if folder.is_dir() else "is not a folder"
         wanted = " or ".join(map(str, inside)) or "the folder that has the shards"
@@ -171,7 +171,7 @@ def check(folder: Path, tokenizer: Path | None, manifest: Path | None) -> list[s
     if tokenizer is None:
         entry = listed.get("tokenizers", {}).get(dataset.get("tokenizer_name"), {})
         if "model_path" not in entry:
-            raise ValueError(f"{place} does not list the tokenizer of {name}: set --tokenizer")
+            raise ValueError(f"no {place} lists the tokenizer of {name}: set --tokenizer")
         tokenizer = place.parent / entry["model_path"]
     sp = open_model(tokenizer.read_bytes(), str(tokenizer))
     problems: list[str] = []
@@ -181,7 +181,7 @@ def check(folder: Path, tokenizer: Path | None, manifest: Path | None) -> list[s
     if found["tokens_val"] and found["tokens_train"] and not problems:
         problems += check_leaks(folder, sp.bos_id())
     if not dataset:
-        print(f"{place} does not list {name}: there is nothing to compare with")
+        print(f"no {place} lists {name}: there is nothing to compare with")
     return problems or compare(place, dataset, found)
 
 

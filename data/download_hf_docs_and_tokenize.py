@@ -366,7 +366,7 @@ def publish(manifest: Facts, models: dict[str, bytes], copies: list[Path], outpu
         folder = output / dataset["path"]
         for old in folder.glob("fineweb_*.bin"):
             old.unlink()
-        for shard in (folder / files.UNFINISHED).iterdir():
+        for shard in sorted((folder / files.UNFINISHED).iterdir()):  # train, then val
             shard.rename(folder / shard.name)
         (folder / files.UNFINISHED).rmdir()
 

@@ -273,7 +273,7 @@ def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer):
     documents may replace theirs."""
     shuffle, out = ["--reuse-sp-model", f"384={tokenizer}", "--shuffle", 1], tmp_path / "out"
     a, b = (write_documents(tmp_path / name, TEXTS[:count]) for name, count in (("a", 9), ("b", 8)))
-    for name, docs in (("one", a), ("one", a), ("two", b)):
+    for name, docs in (("one", a), ("two", b), ("one", a)):
         run(tmp_path, *shuffle, specs=[named(name)], docs=[docs])
     kept = [out / "manifest.json", out / "docs_mixed", *out.rglob("*.bin"), *out.rglob("*.model")]
     before = [path.read_bytes() for path in kept]
