@@ -1,9 +1,10 @@
 """Check a dataset: its shards, its token ids, its tokenizer and its manifest.
 
-    python3 data/check_dataset.py DATASET_DIR --tokenizer MODEL [--manifest FILE]
+    python3 data/check_dataset.py FOLDER [--tokenizer MODEL] [--manifest FILE]
 
-Reads every shard, then prints counts, the beginnings of the first documents, and how many
-validation documents are also in train shards. Exits with 1 after a line for each problem.
+FOLDER has the shards, or is the --output-root of one dataset. Its manifest names the tokenizer.
+Prints counts, the beginnings of the first documents, and how many validation documents are also in
+train shards. Exits with 1 after a line for each problem.
 """
 
 import collections
@@ -133,13 +134,9 @@ def check_split(
     return {f"files_{split}": len(paths), f"tokens_{split}": tokens, f"docs_{split}": docs}
 
 
-def compare_with_manifest(path: Path, name: str, found: dict[str, int]) -> list[str]:
+def compare(path: Path, listed: dict, found: dict[str, int]) -> list[str]:
     """Return a line for each number that differs; the last train shards may be missing."""
-    datasets = files.read_manifest(path)["datasets"]
-    if name not in datasets:
-        print(f"{path} does not list {name}: there is nothing to compare with")
-        return []
-    expected = {**datasets[name], **datasets[name].get("stats", {})}
+    expected = {**listed, **listed.get("stats", {})}
     if found["files_train"] < expected.get("files_train", 0):
         print(f"train: {found['files_train']} of {expected['files_train']} shards are here")
         found = {key: value for key, value in found.items() if not key.endswith("_train")}
@@ -150,15 +147,32 @@ def compare_with_manifest(path: Path, name: str, found: dict[str, int]) -> list[
     ]
 
 
-def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
-    """Print counts and return a line for each problem. Raises ValueError or OSError."""
+def find_shards(folder: Path) -> Path:
+    """Return a folder, or the one in its subfolder datasets. Raises ValueError if it has no shards
+    or not all of them."""
+    inside = sorted(path for path in folder.glob("datasets/*") if path.is_dir())
+    folder = inside[0] if len(inside) == 1 else folder
+    if (unfinished := folder / files.UNFINISHED).exists():
+        problem = f"{unfinished} exists: the command that makes this dataset still runs or was"
+        raise ValueError(f"{problem} interrupted: run it again")
     if not any(folder.glob("fineweb_*.bin")):
         problem = "has no fineweb_*.bin" if folder.is_dir() else "is not a folder"
-        raise ValueError(f"{folder} {problem}: give the folder that has the shards")
+        wanted = " or ".join(map(str, inside)) or "the folder that has the shards"
+        raise ValueError(f"{folder} {problem}: give {wanted}")
+    return folder
+
+
+def check(folder: Path, tokenizer: Path | None, manifest: Path | None) -> list[str]:
+    """Print counts and return a line for each problem. Raises ValueError or OSError."""
+    folder = find_shards(folder)
     place, name = files.find_manifest(folder, manifest)
-    unfinished = place.with_name(files.UNFINISHED_MANIFEST)
-    if unfinished.exists() and not place.exists():
-        raise ValueError(f"{unfinished} exists: the rebuild did not finish: run it again")
+    listed = files.read_manifest(place) if manifest or place.exists() else {}
+    dataset = listed.get("datasets", {}).get(name, {})
+    if tokenizer is None:
+        entry = listed.get("tokenizers", {}).get(dataset.get("tokenizer_name"), {})
+        if "model_path" not in entry:
+            raise ValueError(f"no {place} lists the tokenizer of {name}: set --tokenizer")
+        tokenizer = place.parent / entry["model_path"]
     sp = open_model(tokenizer.read_bytes(), str(tokenizer))
     problems: list[str] = []
     found = {"vocab_size": sp.vocab_size()}
@@ -166,21 +180,20 @@ def check(folder: Path, tokenizer: Path, manifest: Path | None) -> list[str]:
         found |= check_split(folder, split, sp, problems)
     if found["tokens_val"] and found["tokens_train"] and not problems:
         problems += check_leaks(folder, sp.bos_id())
-    if not (manifest or place.exists()):
-        print(f"{place} is missing: there is nothing to compare with")
-        return problems
-    return problems or compare_with_manifest(place, name, found)
+    if not dataset:
+        print(f"no {place} lists {name}: there is nothing to compare with")
+    return problems or compare(place, dataset, found)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Check the dataset that the arguments name. Returns the exit status."""
     parser = files.start_program(__doc__)
-    parser.add_argument("dataset", type=files.path, help="folder of fineweb_{train,val}_*.bin")
-    parser.add_argument("--tokenizer", type=files.path, required=True, help="its .model file")
-    parser.add_argument("--manifest", type=files.path, help="default: two levels above the folder")
+    parser.add_argument("folder", type=files.path, help="of fineweb_{train,val}_*.bin")
+    parser.add_argument("--tokenizer", type=files.path, help="its .model (default: the manifest's)")
+    parser.add_argument("--manifest", type=files.path, help="default: two levels above the shards")
     args = parser.parse_args(arguments)
     try:
-        problems = check(Path(os.path.abspath(args.dataset)), args.tokenizer, args.manifest)
+        problems = check(Path(os.path.abspath(args.folder)), args.tokenizer, args.manifest)
     except (OSError, ValueError) as error:
         problems = [str(error)]
     for problem in problems:

@@ -44,7 +44,7 @@ def collect_sources() -> dict[str, list[str]]:
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in library.rglob("*.py"):
         name = path.relative_to(library)
-        if not SKIPPED_FOLDERS & set(name.parts):
+        if path.is_file() and not SKIPPED_FOLDERS & set(name.parts):  # not a link to nothing
             nodes = ast.walk(ast.parse(path.read_bytes()))
             texts = (ast.get_docstring(node) for node in nodes if isinstance(node, with_docstring))
             sources[f"module {name.as_posix()}"] = [text for text in texts if text]

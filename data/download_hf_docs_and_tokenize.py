@@ -5,11 +5,12 @@
 
 A FILE is plain text, JSON lines ({"text": ...}), a folder of both, or - for stdin. Each tokenizer
 gets a folder of shards, DIR/datasets/fineweb10B_SUFFIX: its validation split has the first
---num-val-docs documents, its training split the rest. DIR/manifest.json, written last, lists all.
+--num-val-docs documents, its training split the rest. DIR/manifest.json lists all of them.
 """
 
 import argparse
 import contextlib
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -20,13 +21,16 @@ import os
 import random
 import re
 import shlex
+import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from sentencepiece import SentencePieceProcessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
@@ -35,10 +39,9 @@ import check_dataset
 import files
 import tokenizer_tools
 from files import number
-from tokenizer_tools import Spec, read_specs
+from tokenizer_tools import Spec, make_model, read_specs
 
 HERE = Path(__file__).resolve().parent
-MIXED_DOCS = "docs_mixed"  # a copy of documents from several files, or shuffled
 DEFAULT_NUM_VAL_DOCS = 50_000
 DEMO_STEP, DEFAULT_STEP = 6_144, 524_288  # TRAIN_BATCH_TOKENS
 # A document of plain text ends at the first blank line after 2,000 bytes (CR do not count).
@@ -56,6 +59,7 @@ def number_in(variable: str, default: int, most: int) -> int:
 BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512, most=2**20)  # documents
 NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", files.cores(), most=1024)
 Counts = dict[str, int]
+Facts = dict[str, Any]  # of the manifest
 Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 
 
@@ -68,27 +72,28 @@ def find_files(names: list[str]) -> list[Path | int]:
             raise ValueError(f"{path} does not exist: correct --docs")
         texts = [0 if name == "-" else path]
         if path.is_dir():
-            texts = sorted([*path.glob("[!.]*.txt"), *path.glob("[!.]*.jsonl")])
+            inside = sorted(path.glob("[!.]*"))
+            texts = [file for file in inside if file.suffix.lower() in (".txt", ".jsonl")]
+            print(f"{path}: {len(texts)} of {len(inside)} files are read (.txt and .jsonl)")
         if not texts:
             raise ValueError(f"{path} has no .txt or .jsonl files: name its files after --docs")
         found += texts
     return found
 
 
-def mix_documents(paths: list[Path], seed: int | None, output: Path) -> Path:
+def mix_documents(paths: list[Path], seed: int | None, mixed_path: Path) -> None:
     """Copy the documents of all files to one file of JSON lines, shuffled if there is a seed."""
     starts: list[int] = []
-    with tempfile.TemporaryFile(dir=output) as copy:
+    with tempfile.TemporaryFile(dir=mixed_path.parent) as copy:
         for text in itertools.chain.from_iterable(map(read_documents, paths)):
             starts.append(copy.tell())
             copy.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
         if seed is not None:
             random.Random(seed).shuffle(starts)
-        with open(output / MIXED_DOCS, "wb") as mixed:
+        with open(mixed_path, "wb") as mixed:
             for start in starts:
                 copy.seek(start)
                 mixed.write(copy.readline())
-    return output / MIXED_DOCS
 
 
 def read_documents(path: Path) -> Iterator[str]:
@@ -99,7 +104,7 @@ def read_documents(path: Path) -> Iterator[str]:
         if start.startswith((b"%PDF", b"\x1f\x8b", b"BZh", b"(\xb5/\xfd")) or b"\0" in start:
             advice = "decompress it, extract its text, or convert it"
             raise ValueError(f"{path} is compressed or not UTF-8 text: {advice}")
-        is_json = path.suffix in (".jsonl", ".json") or JSON_LINE.match(start)
+        is_json = path.suffix.lower() in (".jsonl", ".json") or JSON_LINE.match(start)
         unit, documents = "line", file
         if start and not is_json:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -146,17 +151,18 @@ def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> 
 
 
 def describe_documents(
-    args: argparse.Namespace, docs: Path, num_docs: Counts, sidecar: dict | None
-) -> dict[str, Any]:
+    args: argparse.Namespace, docs: Path, copies: list[Path], num_docs: Counts, sidecar: dict | None
+) -> Facts:
     """Return the manifest's entries about the documents."""
     with open(docs, "rb") as file:
         digest = hashlib.sha256(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    final_docs = docs.with_suffix("") if docs in copies else docs
     path = os.path.relpath(docs.with_name(files.SIDECAR), args.output_root)
     return {
         "num_docs": sum(num_docs.values()),
         "num_val_docs": num_docs["val"],
         "shuffle_seed": args.shuffle if sidecar is None else sidecar.get("shuffle_seed"),
-        "docs_jsonl": os.path.relpath(docs, args.output_root),
+        "docs_jsonl": os.path.relpath(final_docs, args.output_root),
         "docs_meta": {
             "remote_repo_id": None if args.docs else args.repo_id,
             "remote_root": None if args.docs else args.remote_root,
@@ -185,9 +191,7 @@ def encode_into_shards(texts: Iterator[str], encode: Encoder, size: int) -> Iter
 def export_dataset(
     texts: Iterator[str], num_docs: Counts, encode: Encoder, folder: Path, shard_size: int
 ) -> Counts:
-    """Write both splits, replacing older shards. Returns docs_val, files_val, tokens_val, ..."""
-    for old in folder.glob("fineweb_*"):
-        old.unlink()
+    """Write both splits. Returns docs_val, files_val, tokens_val, ..."""
     stats: Counts = {}
     for split, part in {"val": itertools.islice(texts, num_docs["val"]), "train": texts}.items():
         sizes: list[int] = []
@@ -201,15 +205,18 @@ def export_dataset(
     return stats
 
 
-def print_training_command(spec: Spec, dataset: dict[str, Any], output: Path) -> None:
+def print_report(spec: Spec, dataset: Facts, output: Path) -> None:
+    """Print what may be wrong with a dataset, and the command that trains on it."""
     stats, size = dataset["stats"], dataset["vocab_size"]
     wanted = spec.fields.get("vocab_size", 0)
     if size < wanted:
         print(f"WARNING: {spec.dataset} has {size} pieces, not {wanted}: use VOCAB_SIZE={size}")
     val, train = stats["tokens_val"], stats["tokens_train"]
-    if spec.kind == tokenizer_tools.BYTE or min(val, train) < 2:
-        return  # train_gpt.py does not take bytes, and needs both splits
-    data, model = output / dataset["path"], output / "tokenizers" / spec.file
+    if min(val, train) < 2:
+        return  # train_gpt.py needs both splits
+    data, model = output / spec.folder, output / spec.model_path
+    for problem in check_dataset.check_leaks(data, dataset["bos_id"]):
+        print(f"WARNING: {problem}")
     knobs = f"DATA_PATH={shlex.quote(str(data))} TOKENIZER_PATH={shlex.quote(str(model))}"
     knobs += f" VOCAB_SIZE={size}"
     few = f"{train} training tokens are less than one step"
@@ -229,144 +236,166 @@ def print_training_command(spec: Spec, dataset: dict[str, Any], output: Path) ->
     print(f"{knobs} python {shlex.quote(os.path.relpath(HERE.parent / 'train_gpt.py'))}")
 
 
-def read_older_manifest(output: Path) -> dict[str, Any]:
-    """Read the manifest of earlier commands, or of an interrupted one. Raises ValueError."""
-    for path in (output / files.MANIFEST, output / files.UNFINISHED_MANIFEST):
-        if path.exists():
-            return files.read_manifest(path)
-    return {"tokenizers": {}, "datasets": {}}
+def lock_folder(folder: Path) -> IO[str]:
+    """Keep other commands out of a folder until the returned file is closed. Raises ValueError."""
+    lock = open(folder / "lock", "a+")
+    try:
+        # The lock ends with this process, however that ends. Its child processes do not have it.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        lock.seek(0)
+        problem = f"{lock.read() or 'another process'} is writing datasets to {folder}"
+        raise ValueError(f"{problem}: wait for it, or set another --output-root") from None
+    except OSError as error:
+        print(f"WARNING: {folder} cannot be locked ({error}): start no second command there")
+    lock.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=lock, flush=True)
+    return lock
+
+
+def read_older_entries(output: Path) -> dict[str, Facts]:
+    """Return the tokenizers and datasets of earlier commands by name. Raises ValueError."""
+    path = output / files.MANIFEST
+    older = files.read_manifest(path) if path.exists() else {}
+    return {kind: older.get(kind, {}) for kind in ("tokenizers", "datasets")}
 
 
 def check_replaced(args: argparse.Namespace, specs: list[Spec], docs_sha256: str = "") -> None:
-    """Raise ValueError if shards or a tokenizer of other or unknown documents would be replaced;
-    without docs_sha256, only if their documents are unknown."""
-    older = read_older_manifest(args.output_root)
-    entries = [*older["tokenizers"].values(), *older["datasets"].values()]
+    """Raise ValueError if a dataset or tokenizer of other documents would be replaced. Without
+    docs_sha256, before the documents are here, this is so only if no manifest lists it."""
+    output = args.output_root
+    entries = [entry for old in read_older_entries(output).values() for entry in old.values()]
     made_from = {old.get("model_path", old.get("path")): old.get("docs_sha256") for old in entries}
-    made_from |= older.get("unfinished", {})
-    for path, model in ((path, spec.model) for spec in specs for path in spec.paths):
-        place, known = args.output_root / path, made_from.get(path)
-        is_other = place.read_bytes() != model if place.is_file() else any(place.glob("fineweb_*"))
-        if is_other and not args.replace and (known is None or docs_sha256 not in (known, "")):
-            command = ["python3", os.path.relpath(__file__), *args.arguments, "--replace"]
-            problem = f"{place} is of other documents, or no manifest says of which: set another"
-            raise ValueError(f"{problem} --output-root, or replace it: {shlex.join(command)}")
+    for spec in specs:
+        model, shards = output / spec.model_path, (output / spec.folder).glob("fineweb_*.bin")
+        is_other_model = model.exists() and model.read_bytes() != spec.reused
+        for path, is_there in ((spec.model_path, is_other_model), (spec.folder, any(shards))):
+            is_same = made_from.get(path) and docs_sha256 in ("", made_from[path])
+            if is_there and not is_same and not args.replace:
+                problem = f"{output / path} is of other documents, or no manifest says of which"
+                raise ValueError(f"{problem}: set another --output-root, or add --replace")
 
 
-def write_datasets(
-    specs: list[Spec], docs: Path, sha256: str, num_docs: Counts, cut: bool, size: int, output: Path
-) -> dict[str, Any]:
-    """Write tokenizers and datasets (`size` tokens a shard). Returns their manifest entries."""
-    older = read_older_manifest(output)
-    replaced = {name for spec in specs for name in (spec.name, spec.dataset)}
+def copy_documents(sources: list[Path | int], seed: int | None, output: Path) -> list[Path]:
+    """Copy pipes, which can be read only once, and documents that must be mixed: the last copy has
+    what will be tokenized. Copies lose their suffix .part when the datasets are complete."""
+    pipes = [source for source in sources if source == 0 or source.is_fifo()]
+    copies = [output / f"docs_piped{number or ''}.part" for number in range(len(pipes))]
+    files.check_outputs(sources, copies)
+    for pipe, copy in zip(pipes, copies, strict=True):
+        with open(pipe, "rb") as content:
+            files.write_file(copy, content)
+        sources = [copy if source == pipe else source for source in sources]
+    if len(sources) > 1 or seed is not None:
+        copies.append(output / "docs_mixed.part")
+        mix_documents(sources, seed, copies[-1])
+    return copies
 
-    def stays(entry: dict[str, Any]) -> bool:
-        place = output / entry.get("model_path", entry.get("path", ""))
-        return place.exists() and entry["name"] not in replaced
 
-    entries = {kind: [*filter(stays, older[kind].values())] for kind in ("tokenizers", "datasets")}
-    models = [tokenizer_tools.make_model(spec, read_texts(docs, spec), cut) for spec in specs]
-    # Until the end there is no manifest, so that check_dataset.py refuses an unfinished rebuild.
-    unfinished = {path: sha256 for spec in specs for path in spec.paths}
-    files.write_json(output / files.UNFINISHED_MANIFEST, {**entries, "unfinished": unfinished})
-    (output / files.MANIFEST).unlink(missing_ok=True)
-    for spec, model in zip(specs, models, strict=True):
-        tokenizer = tokenizer_tools.write_tokenizer(spec, model, output) | {"docs_sha256": sha256}
-        sp = None if model is None else tokenizer_tools.open_model(model, spec.name)
+def download_documents(args: argparse.Namespace) -> Path:
+    """Download the hub's documents if they are not there. Raises what a download raises."""
+    from cached_challenge_fineweb import download_file  # needs the hub's client
+
+    for name in (files.DOCS, files.SIDECAR):
+        if not (args.output_root / name).exists():
+            download_file(name, args.output_root, args.repo_id, args.remote_root)
+    return args.output_root / files.DOCS
+
+
+def add_entries(manifest: Facts, spec: Spec, sp: SentencePieceProcessor, stats: Counts) -> None:
+    """Add a tokenizer and its dataset to the manifest."""
+    facts = {"vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "eos_id": sp.eos_id()}
+    facts["recommended_bigram_vocab_size"] = 5 * 128 * math.ceil(sp.vocab_size() / 128)
+    facts["docs_sha256"] = manifest["docs_meta"]["docs_sha256"]
+    manifest["tokenizers"][spec.name] = {
+        "name": spec.name,
+        "kind": tokenizer_tools.KIND,
+        **facts,
+        "model_path": spec.model_path,
+        "vocab_path": spec.model_path.removesuffix(".model") + ".vocab",
+        "source_spec": spec.fields,
+    }
+    manifest["datasets"][spec.dataset] = {
+        "name": spec.dataset,
+        "tokenizer_name": spec.name,
+        "tokenizer_kind": tokenizer_tools.KIND,
+        "path": spec.folder,
+        "train_glob": f"{spec.folder}/fineweb_train_*.bin",
+        "val_glob": f"{spec.folder}/fineweb_val_*.bin",
+        **facts,
+        "stats": stats,
+    }
+
+
+def build_datasets(
+    specs: list[Spec], docs: Path, num_docs: Counts, cut: bool, manifest: Facts, output: Path
+) -> dict[str, bytes]:
+    """Make tokenizers, and write each dataset's shards to its folder `unfinished`. Adds them to the
+    manifest. Returns the tokenizers' models by path."""
+    models = {spec.model_path: make_model(spec, read_texts(docs, spec), cut) for spec in specs}
+    for spec in specs:
+        sp = tokenizer_tools.open_model(models[spec.model_path], spec.name)
         encode = functools.partial(tokenizer_tools.encode_texts, sp, NUM_THREADS)
         texts = read_texts(docs, spec)
         with contextlib.suppress(ImportError):  # only the download needs its package
             from tqdm import tqdm
 
             texts = iter(tqdm(texts, spec.dataset, sum(num_docs.values()), unit="doc"))
-        path, _ = spec.paths
-        stats = export_dataset(texts, num_docs, encode, output / path, size)
-        counts = " ".join(f"{name}:{count}" for name, count in stats.items())
-        print(f"{spec.dataset}: {counts}", flush=True)
-        if stats["tokens_val"] and stats["tokens_train"]:
-            for problem in check_dataset.check_leaks(output / path, tokenizer["bos_id"]):
-                print(f"WARNING: {problem}", flush=True)
-        facts = ("vocab_size", "bos_id", "eos_id", "recommended_bigram_vocab_size", "docs_sha256")
-        dataset = {
-            "name": spec.dataset,
-            "tokenizer_name": spec.name,
-            "tokenizer_kind": spec.kind,
-            "path": path,
-            "train_glob": f"{path}/fineweb_train_*.bin",
-            "val_glob": f"{path}/fineweb_val_*.bin",
-            **{fact: tokenizer[fact] for fact in facts},
-            "stats": stats,
-        }
-        entries["tokenizers"].append(tokenizer)
-        entries["datasets"].append(dataset)
-    used = [spec.fields for spec in specs]
-    files.write_json(output / "tokenizer_config.export.json", {"tokenizers": used})
-    return {"tokenizer_specs": used, **entries}
+        folder = output / spec.folder / files.UNFINISHED
+        if folder.exists():
+            shutil.rmtree(folder)  # of an interrupted command
+        stats = export_dataset(texts, num_docs, encode, folder, manifest["shard_size"])
+        print(f"{spec.dataset}:", *(f"{name}:{count}" for name, count in stats.items()), flush=True)
+        add_entries(manifest, spec, sp, stats)
+    return models
 
 
-def get_documents(args: argparse.Namespace, specs: list[Spec]) -> Path:
-    """Return the documents' file, downloaded or copied if need be. Raises what rebuild does."""
-    output = args.output_root
-    sources = find_files(args.docs or [])
-    pipes = [source for source in sources if source == 0 or source.is_fifo()]
-    copies = {pipe: output / f"docs_piped{i or ''}" for i, pipe in enumerate(pipes)}
-    mixed = [MIXED_DOCS] if len(sources) > 1 or args.shuffle is not None else []
-    names = (files.MANIFEST, files.UNFINISHED_MANIFEST, "tokenizer_config.export.json", *mixed)
-    outputs = [*copies.values(), *(output / name for name in names)]
-    inputs = [args.tokenizer_config, *sources]
-    for spec in specs:
-        folder, tokenizer = (output / path for path in spec.paths)
-        outputs += [tokenizer, tokenizer.with_suffix(".vocab"), *folder.glob("fineweb_*")]
-        inputs += [files.path(spec.fields["reuse_model_path"])] if spec.model else []
-    files.check_outputs(inputs, outputs)
-    output.mkdir(parents=True, exist_ok=True)
-    for pipe, copy in copies.items():  # to read it again
-        with open(pipe, "rb") as content:
-            files.write_file(copy, content)
-        name = "-" if pipe == 0 else str(pipe)
-        args.arguments = [str(copy) if word == name else word for word in args.arguments]
-    paths = [copies.get(source, source) for source in sources]
-    if mixed:
-        return mix_documents(paths, args.shuffle, output)
-    if paths:
-        return paths[0]
-    check_replaced(args, specs)  # before a long download
-    from cached_challenge_fineweb import download_file  # needs the hub's client
-
-    for name in (files.DOCS, files.SIDECAR):
-        if not (output / name).exists():
-            download_file(name, output, args.repo_id, args.remote_root)
-    return output / files.DOCS
+def publish(manifest: Facts, models: dict[str, bytes], copies: list[Path], output: Path) -> None:
+    """Put all that is complete in its place, and replace what is older. The manifest comes first:
+    after an interruption here, the same command may replace what it lists."""
+    older = read_older_entries(output)
+    lists = {kind: [*(old | manifest[kind]).values()] for kind, old in older.items()}
+    files.write_json(output / files.MANIFEST, manifest | lists)
+    used = {"tokenizers": manifest["tokenizer_specs"]}
+    files.write_json(output / "tokenizer_config.export.json", used)
+    for copy in copies:
+        copy.replace(copy.with_suffix(""))
+    for path, model in models.items():
+        tokenizer_tools.write_tokenizer(model, output / path)
+    for dataset in manifest["datasets"].values():
+        folder = output / dataset["path"]
+        for old in folder.glob("fineweb_*.bin"):
+            old.unlink()
+        for shard in sorted((folder / files.UNFINISHED).iterdir()):  # train, then val
+            shard.rename(folder / shard.name)
+        (folder / files.UNFINISHED).rmdir()
 
 
-def rebuild(args: argparse.Namespace) -> None:
+def rebuild(args: argparse.Namespace, specs: list[Spec], sources: list[Path | int]) -> None:
     """Write tokenizers, datasets and manifest. Raises OSError, ValueError or RuntimeError."""
-    if args.docs is None and args.shuffle is not None:
-        raise ValueError("--shuffle needs --docs: the hub's documents are shuffled already")
-    overrides = {"caseops": args.caseops, "tokenizer_train_docs": args.tokenizer_train_docs}
-    source = args.vocab_size or args.tokenizer_config
-    specs = read_specs(source, overrides, dict(args.reuse_sp_model), args.skip_byte)
     output = args.output_root
-    docs = get_documents(args, specs)
-    sidecar = None if args.docs else {}  # facts about the hub's documents; None for your own
+    check_replaced(args, specs)  # before a long download
+    copies = copy_documents(sources, args.shuffle, output)
+    docs = [*sources, *copies][-1] if sources else download_documents(args)
+    sidecar = None if sources else {}  # facts about the hub's documents; None for your own
     if docs.name == files.DOCS and docs.with_name(files.SIDECAR).exists():
         sidecar = files.read_json(docs.with_name(files.SIDECAR))
     num_docs = count_splits(docs, args.num_val_docs, sidecar)
-    about = describe_documents(args, docs, num_docs, sidecar)
-    sha256 = about["docs_meta"]["docs_sha256"]
-    check_replaced(args, specs, sha256)
+    about = describe_documents(args, docs, copies, num_docs, sidecar)
+    check_replaced(args, specs, about["docs_meta"]["docs_sha256"])
     if sidecar is None and args.shuffle is None and num_docs["val"] > 1:
         note = f"Note: validation is the first {num_docs['val']} documents. If yours are sorted, or"
         print(f"{note} from several sources, add --shuffle 1 to mix them.")
     val_texts = itertools.islice(read_documents(docs), num_docs["val"])
     print(f"val: {tokenizer_tools.lzma_score(val_texts)}")
+    about |= {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
+    used = {"tokenizer_specs": [spec.fields for spec in specs], "tokenizers": {}, "datasets": {}}
+    manifest = about | used
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
-    entries = write_datasets(specs, docs, sha256, num_docs, cut, args.chunk_tokens, output)
-    settings = {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
-    files.write_json(output / files.MANIFEST, {**settings, **about, **entries})
-    (output / files.UNFINISHED_MANIFEST).unlink()
-    for spec, dataset in zip(specs, entries["datasets"][-len(specs) :], strict=True):
-        print_training_command(spec, dataset, output)
+    models = build_datasets(specs, docs, num_docs, cut, manifest, output)
+    publish(manifest, models, copies, output)
+    for spec in specs:
+        print_report(spec, manifest["datasets"][spec.dataset], output)
 
 
 def size_and_model(text: str) -> tuple[int, str]:
@@ -392,13 +421,21 @@ def main(arguments: list[str] | None = None) -> None:
     add("--chunk-tokens", type=shard_size, default=100_000_000, metavar="N", help="of a shard")
     add("--tokenizer-train-docs", type=number(int, 1), metavar="N", help="train on the first N")
     add("--caseops", action="store_true", help="mark capitals (see README.md)")
-    add("--skip-byte", action="store_true", help="make no byte dataset")
+    add("--skip-byte", action="store_true", help=argparse.SUPPRESS)  # older commands have it
     reuse = {"type": size_and_model, "metavar": "VOCAB_SIZE=MODEL", "action": "append"}
     add("--reuse-sp-model", help="use a model you have", default=[], **reuse)
     add("--replace", action="store_true", help="replace datasets of other documents")
-    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parser.parse_args(arguments)
+    if args.docs is None and args.shuffle is not None:
+        parser.error("--shuffle needs --docs: the hub's documents are shuffled already")
+    fields = {"caseops": args.caseops, "tokenizer_train_docs": args.tokenizer_train_docs}
+    source = args.vocab_size or args.tokenizer_config
     try:
-        rebuild(parser.parse_args(arguments, argparse.Namespace(arguments=arguments)))
+        specs = read_specs(source, fields, dict(args.reuse_sp_model))
+        sources = find_files(args.docs or [])
+        args.output_root.mkdir(parents=True, exist_ok=True)
+        with lock_folder(args.output_root):
+            rebuild(args, specs, sources)
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(" ".join(str(error).splitlines()))
     except KeyboardInterrupt:

@@ -27,7 +27,7 @@ DOCS = "docs_selected.jsonl"
 SIDECAR = "docs_selected.source_manifest.json"  # next to the documents; optional
 DATASET_PREFIX = "fineweb10B_"
 MANIFEST = "manifest.json"
-UNFINISHED_MANIFEST = "manifest.part"  # the manifest's name during a rebuild
+UNFINISHED = "unfinished"  # a dataset's folder for shards until all of them are written
 
 
 def start_program(doc: str | None) -> argparse.ArgumentParser:
@@ -120,9 +120,9 @@ def find_manifest(folder: Path, manifest: Path | None = None) -> tuple[Path, str
     it. If it does not list a link, return those of the link's target. Raises ValueError."""
     folders = (Path(os.path.abspath(folder)), folder.resolve())
     places = [(manifest or path.parent.parent / MANIFEST, path.name) for path in folders]
-    begun = [p for p in places if p[0].exists() or p[0].with_name(UNFINISHED_MANIFEST).exists()]
-    listed = [p for p in begun if p[0].is_file() and p[1] in read_manifest(p[0])["datasets"]]
-    return [*listed, *reversed(begun), *places][0]
+    there = [place for place in places if place[0].exists()]
+    listed = [p for p in there if p[0].is_file() and p[1] in read_manifest(p[0])["datasets"]]
+    return [*listed, *reversed(there), *places][0]
 
 
 def check_outputs(inputs: list[Path | int], outputs: list[Path]) -> None:

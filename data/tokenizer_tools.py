@@ -3,7 +3,6 @@
 import io
 import itertools
 import lzma
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,9 +14,6 @@ import files
 import numpy as np
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-SPECIAL_IDS = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
-BYTE_OFFSET = 4  # byte b is token b + 4
-
 # The challenge's settings for SentencePiece's trainer.
 TRAINER_SETTINGS: dict[str, Any] = {
     "model_type": "bpe",
@@ -27,17 +23,15 @@ TRAINER_SETTINGS: dict[str, Any] = {
     "normalization_rule_name": "nmt_nfkc",
     "add_dummy_prefix": False,
     "minloglevel": 2,
-    **SPECIAL_IDS,
-}
+    "pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3,
+}  # fmt: skip
 
-SENTENCEPIECE, BYTE = "sentencepiece_bpe", "byte"
-VOCAB_SIZES = {SENTENCEPIECE: range(1, 2**16 + 1), BYTE: [260]}  # tokens are uint16
-SENTENCEPIECE_NAMES = ("sentencepiece_bpe", "sentencepiece", "build_sentencepiece_tokenizer")
-BYTE_NAMES = ("byte", "pure_byte", "bytes", "build_pure_byte_tokenizer")
-KINDS = dict.fromkeys(SENTENCEPIECE_NAMES, SENTENCEPIECE) | dict.fromkeys(BYTE_NAMES, BYTE)
-FIELDS = {"kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int}
-SENTENCEPIECE_FIELDS = {
-    **FIELDS, "model_prefix": str, "reuse_model_path": str, "tokenizer_train_docs": int,
+MOST_PIECES = 2**16  # tokens are uint16
+KIND = "sentencepiece_bpe"
+KINDS = (KIND, "sentencepiece", "build_sentencepiece_tokenizer")
+FIELDS = {
+    "kind": str, "builder": str, "name": str, "dataset_suffix": str, "vocab_size": int,
+    "model_prefix": str, "reuse_model_path": str, "tokenizer_train_docs": int,
     "trainer_overrides": dict, "caseops": bool
 }  # fmt: skip
 
@@ -59,8 +53,8 @@ def open_model(model: bytes, name: str) -> SentencePieceProcessor:
         raise ValueError(f"{name} is not a SentencePiece model") from None
     if sp.bos_id() < 0:
         raise ValueError(f"{name} has no BOS token: train it with a bos_id of 0 or more")
-    if sp.vocab_size() not in VOCAB_SIZES[SENTENCEPIECE]:
-        raise ValueError(f"{name} has {sp.vocab_size()} pieces: use one of at most 65536")
+    if sp.vocab_size() > MOST_PIECES:
+        raise ValueError(f"{name} has {sp.vocab_size()} pieces: use one of at most {MOST_PIECES}")
     return sp
 
 
@@ -69,29 +63,22 @@ class Spec:
     """A tokenizer to make, and the name of its dataset."""
 
     fields: dict[str, Any]  # from the file and the command line
-    kind: str
     name: str
     dataset: str
-    file: str  # in tokenizers/
-    model: bytes | None = None  # the SentencePiece model to reuse
-
-    @property
-    def paths(self) -> tuple[str, str]:
-        return f"datasets/{self.dataset}", f"tokenizers/{self.file}"
+    folder: str  # of the shards; both paths are relative to the output folder
+    model_path: str
+    reused: bytes | None  # the SentencePiece model to reuse
 
 
-def check_fields(fields: dict[str, Any], kind: str) -> None:
+def check_fields(fields: dict[str, Any]) -> None:
     """Raise ValueError if a field is unknown or has an invalid value."""
-    types = {**FIELDS, "filename": str} if kind == BYTE else SENTENCEPIECE_FIELDS
     for field, value in fields.items():
-        if field not in types:
-            known = ", ".join(sorted(types))
-            raise ValueError(f"{field!r} is not a field of a {kind} tokenizer: use {known}")
-        if type(value) is not types[field]:
-            raise ValueError(f"{field} {value!r} must be of type {types[field].__name__}")
-    sizes = VOCAB_SIZES[kind]
-    if fields.get("vocab_size", sizes[0]) not in sizes:
-        raise ValueError(f"vocab_size {fields['vocab_size']} must be {sizes[0]} to {sizes[-1]}")
+        if field not in FIELDS:
+            raise ValueError(f"{field!r} is not a field: use {', '.join(sorted(FIELDS))}")
+        if type(value) is not FIELDS[field]:
+            raise ValueError(f"{field} {value!r} must be of type {FIELDS[field].__name__}")
+    if not 1 <= fields.get("vocab_size", 1) <= MOST_PIECES:
+        raise ValueError(f"vocab_size {fields['vocab_size']} must be 1 to {MOST_PIECES}")
     if fields.get("tokenizer_train_docs", 1) < 1:
         raise ValueError(f"tokenizer_train_docs {fields['tokenizer_train_docs']} must be 1 or more")
     both = caseops.TRAINER_SETTINGS.keys() & fields.get("trainer_overrides", {})
@@ -105,20 +92,16 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
     size = fields.get("vocab_size")
     if isinstance(size, str) and size.isdecimal():
         size = fields["vocab_size"] = int(size)
-    default = BYTE if fields.get("dataset_suffix") == "byte260" else SENTENCEPIECE
-    name = str(fields.get("kind", fields.get("builder", default))).rpartition(":")[2]
-    if name not in KINDS:
-        raise ValueError(f"kind or builder {name!r} is not one of {', '.join(KINDS)}")
-    kind = KINDS[name]
-    if kind == SENTENCEPIECE:
-        fields |= {name: value for name, value in overrides.items() if value}
-        if size in reused:
-            fields["reuse_model_path"] = reused[size]
-    check_fields(fields, kind)
-    if kind == BYTE:
-        dataset = files.DATASET_PREFIX + fields.get("dataset_suffix", "byte260")
-        file = fields.get("filename", "fineweb_pure_byte_260.json")
-        return Spec(fields, kind, fields.get("name", "pure_byte_260"), dataset, file)
+    default = "byte" if fields.get("dataset_suffix") == "byte260" else KIND
+    kind = str(fields.get("kind", fields.get("builder", default))).rpartition(":")[2]
+    if "byte" in kind:
+        raise ValueError("train_gpt.py cannot train on bytes: delete this byte tokenizer")
+    if kind not in KINDS:
+        raise ValueError(f"kind or builder {kind!r} is not one of {', '.join(KINDS)}")
+    fields |= {name: value for name, value in overrides.items() if value}
+    if size in reused:
+        fields["reuse_model_path"] = reused[size]
+    check_fields(fields)
     suffix = "_caseops" if fields.get("caseops") else ""
     model = None
     if "reuse_model_path" in fields:
@@ -129,6 +112,9 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
             caseops.check_tokenizer(sp, str(path))
         elif caseops.is_caseops(sp):
             raise ValueError(f"{path} is a CaseOps tokenizer: use it with --caseops")
+        if sp.piece_to_id("\u2581") == sp.unk_id():
+            lacks = f"{path} has no piece for a single space, which becomes three tokens"
+            print(f"WARNING: {lacks} or <unk>: a tokenizer that you train here has one")
         pieces = sp.vocab_size()
         size = size or pieces
         if pieces > size:
@@ -137,13 +123,11 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
         raise ValueError("it has no vocab_size and no reuse_model_path: set one")
     name = fields.get("name", f"sp_bpe_{size}") + suffix
     dataset = files.DATASET_PREFIX + fields.get("dataset_suffix", f"sp{size}") + suffix
-    file = fields.get("model_prefix", f"fineweb_{size}_bpe") + suffix + ".model"
-    return Spec(fields, kind, name, dataset, file, model)
+    prefix = fields.get("model_prefix", f"fineweb_{size}_bpe") + suffix
+    return Spec(fields, name, dataset, f"datasets/{dataset}", f"tokenizers/{prefix}.model", model)
 
 
-def read_specs(
-    source: Path | int, overrides: dict[str, Any], reused: dict[int, str], skip_byte: bool
-) -> list[Spec]:
+def read_specs(source: Path | int, overrides: dict[str, Any], reused: dict[int, str]) -> list[Spec]:
     """Make the specs in a file, or one for a vocabulary size. `overrides` are fields; `reused` has
     paths of models by vocabulary size. Raises ValueError or OSError."""
     place = f"--vocab-size {source}" if isinstance(source, int) else str(source)
@@ -157,16 +141,14 @@ def read_specs(
     for number, entry in enumerate(entries, start=1):
         try:
             spec = read_spec(entry, overrides, reused)
-            if spec.kind == BYTE and skip_byte:
-                continue
-            for value in (spec.name, spec.dataset, spec.file):
+            for value in (spec.name, spec.dataset, spec.model_path):
                 if value in taken:
                     raise ValueError(f"{value} is another tokenizer's already: choose another")
                 taken.add(value)
             specs.append(spec)
         except (OSError, ValueError) as error:
             raise ValueError(f"{place}: tokenizer {number}: {error}") from None
-    unused = reused.keys() - {spec.fields.get("vocab_size") for spec in specs if spec.model}
+    unused = reused.keys() - {spec.fields.get("vocab_size") for spec in specs if spec.reused}
     if unused:
         raise ValueError(f"--reuse-sp-model {min(unused)}: no tokenizer of {place} has this size")
     if not specs:
@@ -184,10 +166,10 @@ def sentences_of(texts: Iterable[str], limit: int, cut: bool) -> Iterator[str]:
             yield text
 
 
-def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
-    """Reuse a SentencePiece model or train one on the texts; None for bytes. Raises ValueError."""
-    if spec.kind == BYTE or spec.model is not None:
-        return spec.model
+def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes:
+    """Reuse a SentencePiece model or train one on the texts. Raises ValueError."""
+    if spec.reused is not None:
+        return spec.reused
     texts = itertools.islice(texts, spec.fields.get("tokenizer_train_docs"))
     settings = {"vocab_size": spec.fields["vocab_size"], "hard_vocab_limit": False}
     settings |= spec.fields.get("trainer_overrides", {})
@@ -207,39 +189,18 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes | None:
     return model
 
 
-def write_tokenizer(spec: Spec, model: bytes | None, output: Path) -> dict[str, Any]:
-    """Write a tokenizer's files to `output` and return its entry in the manifest."""
-    _, path = spec.paths
-    if model is None:
-        config = {**SPECIAL_IDS, "byte_offset": BYTE_OFFSET, "byte_count": 256}
-        content = {"tokenizer_type": "pure_byte", "config": config, "vocab_size": 260}
-        files.write_json(output / path, content)
-        facts = {"vocab_size": 260, **SPECIAL_IDS, "path": path}
-    else:
-        sp = open_model(model, spec.name)
-        if sp.piece_to_id("\u2581") == sp.unk_id():  # reused
-            lacks = f"{spec.name} has no piece for a single space, which becomes three tokens"
-            print(f"WARNING: {lacks} or <unk>: a tokenizer that you train here has one")
-        lines = (f"{sp.id_to_piece(i)}\t{sp.get_score(i):g}\n" for i in range(sp.vocab_size()))
-        vocab_path = path.removesuffix(".model") + ".vocab"
-        files.write_file(output / path, model)
-        files.write_file(output / vocab_path, "".join(lines).encode())
-        facts = {"vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "eos_id": sp.eos_id()}
-        facts |= {"model_path": path, "vocab_path": vocab_path}
-    bigrams = 5 * 128 * math.ceil(facts["vocab_size"] / 128)
-    facts |= {"recommended_bigram_vocab_size": bigrams, "source_spec": spec.fields}
-    return {"name": spec.name, "kind": spec.kind, **facts}
+def write_tokenizer(model: bytes, path: Path) -> None:
+    """Write the model and, next to it, a table of its pieces and their scores."""
+    sp = open_model(model, str(path))
+    lines = (f"{sp.id_to_piece(i)}\t{sp.get_score(i):g}\n" for i in range(sp.vocab_size()))
+    files.write_file(path, model)
+    files.write_file(path.with_suffix(".vocab"), "".join(lines).encode())
 
 
-def encode_texts(sp: SentencePieceProcessor | None, threads: int, texts: list[str]) -> np.ndarray:
-    """Encode texts, each as BOS and its tokens, uint16 (n,). Without a model, tokens are bytes."""
-    if sp is not None:
-        documents = sp.encode(texts, add_bos=True, num_threads=threads)
-        return np.fromiter(itertools.chain.from_iterable(documents), dtype="<u2")
-    data = b"".join(b"\xff" + text.encode() for text in texts)  # byte 255 never occurs in UTF-8
-    tokens = np.frombuffer(data, dtype=np.uint8).astype("<u2") + BYTE_OFFSET
-    tokens[tokens == 255 + BYTE_OFFSET] = SPECIAL_IDS["bos_id"]
-    return tokens
+def encode_texts(sp: SentencePieceProcessor, threads: int, texts: list[str]) -> np.ndarray:
+    """Encode texts, each as BOS and its tokens, uint16 (n,)."""
+    documents = sp.encode(texts, add_bos=True, num_threads=threads)
+    return np.fromiter(itertools.chain.from_iterable(documents), dtype="<u2")
 
 
 def lzma_score(texts: Iterable[str]) -> str:

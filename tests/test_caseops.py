@@ -110,8 +110,8 @@ def test_several_processes_keep_the_order(monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_an_error(exported, tokenizer):
-    read_specs(512, {"caseops": True}, {512: str(exported[1])}, False)
+    read_specs(512, {"caseops": True}, {512: str(exported[1])})
     with pytest.raises(ValueError, match="use it with --caseops"):
-        read_specs(512, {}, {512: str(exported[1])}, False)
+        read_specs(512, {}, {512: str(exported[1])})
     with pytest.raises(ValueError, match="is not a CaseOps"):
-        read_specs(512, {"caseops": True}, {512: str(tokenizer)}, False)
+        read_specs(512, {"caseops": True}, {512: str(tokenizer)})

@@ -64,6 +64,8 @@ def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
     """The text is noise, a token does not exist, or BOS never occurs."""
     other = tmp_path / "other.model"
     other.write_bytes(train_tokenizer(sentence_iterator=iter(TEXTS[20:]), vocab_size=385))
+    assert check_dataset.main([str(folder)]) == 1
+    assert "manifest.json lists the tokenizer of small: set --tokenizer" in capsys.readouterr().err
     write_manifest(folder, vocab_size=VOCAB_SIZE, stats={"docs_val": 5, "docs_train": 35})
     (line,) = check(capsys, folder, other)[1]
     assert "encoding its text gives other tokens: set --tokenizer" in line

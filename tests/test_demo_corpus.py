@@ -26,11 +26,8 @@ def test_nothing_of_a_held_out_source_is_in_training(monkeypatch):
 @pytest.mark.parametrize("module", [caseops, demo_corpus, files, tokenizer_tools])
 def test_a_demo_of_an_older_script_is_made_again(tmp_path, monkeypatch, capsys, module):
     """Otherwise a score on its text would pass for one on today's text. Another tokenizer stays."""
-    older, dataset, tokenizer = (
-        tmp_path / "older.py",
-        tmp_path / "dataset",
-        tmp_path / "demo_a.model",
-    )
+    older, dataset = tmp_path / "older.py", tmp_path / "dataset"
+    tokenizer = tmp_path / "demo_a.model"
     older.write_text("an older script")
     monkeypatch.setattr(demo_corpus, "NUM_VAL_SOURCES", 4)
     monkeypatch.setattr("sys.argv", ["", f"--dataset={dataset}", f"--tokenizer={tokenizer}"])

@@ -34,8 +34,7 @@ def repository(tmp_path_factory, tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     write_documents(folder / DOCS, [chr(0x4E00 + number) * 100 for number in range(13)])
     (folder / SIDECAR).write_text('{"docs_val": 4}')
-    (folder / "specs.json").write_text('[{"vocab_size": 1024}, {"kind": "byte"}]')
-    arguments = f"--output-root {folder} --tokenizer-config {folder}/specs.json --chunk-tokens 1000"
+    arguments = f"--output-root {folder} --vocab-size 1024 --chunk-tokens 1000"
     arguments += f" --docs {folder / DOCS} --reuse-sp-model 1024={tokenizer}"
     rebuild.main(arguments.split())
     return folder
@@ -101,6 +100,16 @@ def test_a_run_downloads_what_is_missing(hub):
     hub.shutdown()
     hub.server_close()
     download(hub.root, skip_manifest=True)
+
+
+def test_a_dataset_of_bytes_is_downloaded(hub):
+    """The hub has one. Here, none is made."""
+    stats = {"files_val": 0, "files_train": 0}
+    dataset = {"name": "fineweb10B_byte260", "tokenizer_name": "bytes", "stats": stats}
+    manifest = {"datasets": [dataset], "tokenizers": [{"name": "bytes", "path": SIDECAR}]}
+    (hub.folder / "manifest.json").write_text(json.dumps(manifest))
+    download(hub.root, variant="byte260")
+    assert_present(hub, SIDECAR)
 
 
 def test_the_hubs_documents_give_its_shards(hub, tokenizer, monkeypatch):

@@ -10,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,6 @@ SPECS = [
     {"kind": "sentencepiece_bpe", "vocab_size": 384},
     {"name": "mine", "dataset_suffix": "mine", "model_prefix": "mine", "vocab_size": 5000,
      "tokenizer_train_docs": 8, "trainer_overrides": {"character_coverage": 0.98}},
-    {"kind": "bytes"},
 ]  # fmt: skip
 SIDECAR = "docs_selected.source_manifest.json"
 (OUR_SPEC,) = json.loads((ROOT / "data" / "tokenizer_specs.json").read_text())["tokenizers"]
@@ -83,7 +83,7 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path):
     (tmp_path / SIDECAR).write_text('{"docs_val": 4, "shuffle_seed": 7}')
     manifest = run(tmp_path, "--skip-byte", specs=SPECS, docs=[docs])
     assert (manifest["num_val_docs"], manifest["shuffle_seed"]) == (4, 7)
-    assert manifest["tokenizer_specs"] == SPECS[:2]  # without bytes
+    assert manifest["tokenizer_specs"] == SPECS
     assert manifest["docs_meta"]["source_sidecar"] == {"docs_val": 4, "shuffle_seed": 7}
     sentences = list(filter(None, (text.replace("\0", " ").strip() for text in TEXTS + ODD_TEXTS)))
     own = {"character_coverage": 0.999, "hard_vocab_limit": False}
@@ -96,7 +96,7 @@ def test_the_hubs_documents_give_the_challenges_tokenizer(tmp_path):
     assert [line.split("\t")[0] for line in vocab] == first and vocab[0] == "<pad>\t0"
 
 
-def test_the_manifest_and_the_byte_dataset(tmp_path):
+def test_the_manifest(tmp_path):
     write_documents(tmp_path / "docs.jsonl", TEXTS + ODD_TEXTS)
     manifest = run(tmp_path, "--num-val-docs", 4, "--chunk-tokens", 20_000, specs=SPECS)
     stats, sha256 = (manifest["datasets"][0].pop(key) for key in ("stats", "docs_sha256"))
@@ -111,32 +111,31 @@ def test_the_manifest_and_the_byte_dataset(tmp_path):
         "train_glob": "datasets/fineweb10B_sp384/fineweb_train_*.bin",
         "val_glob": "datasets/fineweb10B_sp384/fineweb_val_*.bin",
     }  # fmt: skip
-    config = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "byte_offset": 4}
-    config = {"config": config | {"byte_count": 256}, "vocab_size": 260}
-    tokenizer = (tmp_path / "out/tokenizers/fineweb_pure_byte_260.json").read_text()
-    assert json.loads(tokenizer) == {"tokenizer_type": "pure_byte", **config}
 
 
 def test_specs_that_players_have_are_accepted(tmp_path):
+    """Except those of bytes, on which the trainer cannot train."""
     players = {
-        "sp_bpe_1024 sp1024 fineweb_1024_bpe.model": OUR_SPEC,
-        "sp_bpe_9 d fineweb_9_bpe.model":
+        "sp_bpe_1024 sp1024 fineweb_1024_bpe": OUR_SPEC,
+        "sp_bpe_9 d fineweb_9_bpe":
             {"kind": "sentencepiece", "vocab_size": 9, "name": None, "dataset_suffix": "d"},
-        "sp_bpe_7 sp7 p.model":
+        "sp_bpe_7 sp7 p":
             {"builder": "a:build_sentencepiece_tokenizer", "vocab_size": "7", "model_prefix": "p"},
-        "n byte260 fineweb_pure_byte_260.json": {"kind": "byte", "name": "n"},
-        "pure_byte_260 byte260 f": {"builder": "a.b:build_pure_byte_tokenizer", "filename": "f"},
     }  # fmt: skip
     path = tmp_path / "specs.json"
     for expected, entry in players.items():
         for content in ([entry], {"tokenizers": [entry]}, {"tokenizer_specs": [entry]}):
             path.write_text(json.dumps(content))
-            (spec,) = read_specs(path, {}, {}, False)
-            assert f"{spec.name} {spec.dataset} {spec.file}".replace("fineweb10B_", "") == expected
-            assert spec.kind == ("byte" if "byte" in expected else "sentencepiece_bpe")
+            (spec,) = read_specs(path, {}, {})
+            dataset, prefix = spec.folder.split("_", 1)[1], Path(spec.model_path).stem
+            assert f"{spec.name} {dataset} {prefix}" == expected
+    for entry in ({"kind": "byte"}, {"dataset_suffix": "byte260"}, {"builder": "a:pure_byte"}):
+        path.write_text(json.dumps([OUR_SPEC, entry]))
+        with pytest.raises(ValueError, match="tokenizer 2: train_gpt.py cannot train on bytes"):
+            read_specs(path, {}, {})
     path.write_text('[{"vocab_size": 9}, {"vocab_size": 9, "name": "n"}]')
     with pytest.raises(ValueError, match="2: fineweb10B_sp9 is another"):
-        read_specs(path, {}, {}, False)
+        read_specs(path, {}, {})
 
 
 def test_your_own_text(tmp_path, capsys, monkeypatch):
@@ -159,6 +158,7 @@ def test_your_own_text(tmp_path, capsys, monkeypatch):
     assert f"val: 0 of {num_val_docs} documents (0.00%) are also in train shards" in output
     size = len(pieces((out / "tokenizers/fineweb_60000_bpe.model").read_bytes()))
     assert f"WARNING: fineweb10B_sp60000 has {size} pieces, not 60000" in output
+    assert check_dataset.main([str(out)]) == 0
     note, command = output.splitlines()[-2:]
     assert note == "Train with (on a CPU, put PRESET=demo in front):" and shlex.split(command) == [
         f"DATA_PATH={out}/datasets/fineweb10B_sp60000",
@@ -200,25 +200,29 @@ def test_documents_of_plain_text_and_json_lines(tmp_path):
     assert list(rebuild.read_documents(path)) == ["a ?", "b"]
 
 
-def test_documents_of_several_files_and_folders(tmp_path):
+def test_documents_of_several_files_and_folders(tmp_path, tokenizer, capsys):
     """Files keep the order of --docs; those of a folder are sorted. No document spans two files. A
-    seed shuffles the documents before the split, in the same order on every platform."""
-    folder = tmp_path / "folder"
+    seed shuffles the documents before the split, in the same order on every platform. A command
+    may read a copy that it replaces."""
+    folder, mixed = tmp_path / "folder", tmp_path / "out/docs_mixed"
     folder.mkdir()
-    for name in ("b.txt", "a.jsonl", "c.md", ".d.txt"):
-        (folder / name).write_text('{"text": "json"}' if "json" in name else f"from {name}")
+    for name in ("b.txt", "a.JSONL", "C.TXT", "d.md", ".e.txt"):
+        (folder / name).write_text('{"text": "json"}' if "JSON" in name else f"from {name}")
     (tmp_path / "0.txt").write_text("one\n\nand two")
-    run(tmp_path, specs=SPECS[2:], docs=[tmp_path / "0.txt", folder])
-    mixed, texts = tmp_path / "out/docs_mixed", [f"\u00e9 {number}\n" for number in range(40)]
-    assert list(rebuild.read_documents(mixed)) == ["one\n\nand two", "json", "from b.txt"]
-    write_documents(tmp_path / "docs.jsonl", texts)
-    manifest = run(tmp_path, "--shuffle", 7, "--replace", specs=SPECS[2:])
+    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
+    run(tmp_path, *reuse, docs=[tmp_path / "0.txt", folder])
+    texts = list(rebuild.read_documents(mixed))
+    assert texts == ["one\n\nand two", "from C.TXT", "json", "from b.txt"]
+    assert f"{folder}: 3 of 4 files are read" in capsys.readouterr().out
+    texts += [f"\u00e9 {number}\n" for number in range(36)]
+    docs = write_documents(tmp_path / "docs.jsonl", texts[4:])
+    manifest = run(tmp_path, *reuse, "--shuffle", 7, "--replace", docs=[mixed, docs])
     shuffled = list(rebuild.read_documents(mixed))
     assert shuffled[:5] == [texts[i] for i in (5, 35, 12, 19, 15)] and {*shuffled} == {*texts}
     assert (manifest["num_docs"], manifest["shuffle_seed"]) == (40, 7)
-    (val,) = (tmp_path / "out/datasets/fineweb10B_byte260").glob("fineweb_val_*")
-    data = b"".join(b"\xff" + text.encode() for text in shuffled[:2])  # 255 is BOS
-    assert read_shard(val).tolist() == [1 if byte == 255 else byte + 4 for byte in data]
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    val = read_shard(tmp_path / "out/datasets/fineweb10B_sp384/fineweb_val_000000.bin")
+    assert val.tolist() == sum(sp.encode(shuffled[:2], add_bos=True), [])
 
 
 def test_long_texts_become_lines_for_the_tokenizers_training():
@@ -229,76 +233,60 @@ def test_long_texts_become_lines_for_the_tokenizers_training():
     assert sentences[0].endswith(" word") and sentences[-1] == "end"
 
 
-def contents(folder) -> dict:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def named(name) -> dict:
+    return {"name": name, "dataset_suffix": name, "model_prefix": name, "vocab_size": 384}
 
 
-def test_an_unfinished_rebuild_is_refused_and_loses_nothing(tmp_path, tokenizer, capsys):
-    """check_dataset.py refuses it. The next rebuild lists earlier datasets, too."""
-    docs, less = (write_documents(tmp_path / f"{i}.jsonl", TEXTS[i:]) for i in range(2))
-    other = {"name": "mine", "dataset_suffix": "mine", "model_prefix": "mine", "vocab_size": 384}
+def test_an_unfinished_dataset_is_refused_until_it_is_finished(tmp_path, tokenizer, capsys):
+    """Other commands change nothing about that. Datasets of earlier commands stay good."""
+    write_documents(tmp_path / "docs.jsonl")
     reuse = ["--reuse-sp-model", f"384={tokenizer}"]
-    first = run(tmp_path, *reuse, docs=[docs])
-    folders = [tmp_path / "out/datasets" / f"fineweb10B_{name}" for name in ("sp384", "mine")]
-    (tmp_path / "out/datasets/fineweb10B_byte260").symlink_to("nowhere")  # the second fails
-    assert "byte260" in failure(tmp_path, *reuse, specs=[other, SPECS[2]], docs=[docs])
-    assert check_dataset.main([str(folders[0]), "--tokenizer", str(tokenizer)]) == 1
-    assert "manifest.part" in capsys.readouterr().err
-    assert "fineweb10B_mine is of other documents" in failure(tmp_path, specs=[other], docs=[less])
-    both = run(tmp_path, *reuse, specs=[other], docs=[docs])
-    for kind, name in (("datasets", "fineweb10B_mine"), ("tokenizers", "mine")):
-        assert both[kind][:1] == first[kind] and [e["name"] for e in both[kind][1:]] == [name]
-    for folder in folders:
-        assert check_dataset.main([str(folder), "--tokenizer", str(tokenizer)]) == 0
+    folders = [tmp_path / f"out/datasets/fineweb10B_{name}" for name in ("first", "last", "half")]
+    run(tmp_path, *reuse, specs=[named("first")])
+    (tmp_path / "out/datasets/fineweb10B_bad").symlink_to("nowhere")
+    assert "10B_bad" in failure(tmp_path, *reuse, specs=[named("half"), named("bad")])
+    run(tmp_path, *reuse, specs=[named("last")])
+    assert [check_dataset.main([str(folder)]) for folder in folders] == [0, 0, 1]
+    assert "fineweb10B_half/unfinished exists" in capsys.readouterr().err
+    manifest = run(tmp_path, *reuse, specs=[named("half")])
+    assert [entry["name"] for entry in manifest["datasets"]] == [path.name for path in folders]
+    assert [check_dataset.main([str(folder)]) for folder in folders] == [0, 0, 0]
     assert "nothing to compare" not in capsys.readouterr().out
 
 
-def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer, monkeypatch):
-    """Each dataset has its own documents. The printed command replaces it, by a pipe's text, too.
-    A dataset of unknown documents is another's. The same documents may replace theirs."""
-    reuse = ["--reuse-sp-model", f"384={tokenizer}"]
-    one, two = ([{"vocab_size": 384, "dataset_suffix": name}] for name in ("one", "two"))
+def test_two_commands_do_not_write_to_one_folder_at_once(tmp_path):
+    """The second says who does. The first waits for its documents, of which it keeps a copy."""
+    docs, out = write_documents(tmp_path / "docs.jsonl"), tmp_path / "out"
+    command = [sys.executable, rebuild.__file__, "--docs", "-", "--vocab-size", "384"]
+    first = subprocess.Popen([*command, "--output-root", out], stdin=subprocess.PIPE)
+    while first.poll() is None and not ((out / "lock").exists() and (out / "lock").read_text()):
+        time.sleep(0.01)
+    assert f"process {first.pid} on" in failure(tmp_path, specs=[named("second")])
+    first.communicate(docs.read_bytes())
+    assert first.returncode == 0 and (out / "docs_piped").read_bytes() == docs.read_bytes()
+    manifest = run(tmp_path, specs=[named("second")])
+    assert [entry["name"] for entry in manifest["tokenizers"]] == ["sp_bpe_384", "second"]
+
+
+def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer):
+    """Each dataset has its own documents. A dataset of unknown documents is another's. The same
+    documents may replace theirs."""
+    shuffle, out = ["--reuse-sp-model", f"384={tokenizer}", "--shuffle", 1], tmp_path / "out"
     a, b = (write_documents(tmp_path / name, TEXTS[:count]) for name, count in (("a", 9), ("b", 8)))
-    for specs, docs in ((one, a), (one, a), (two, b)):
-        run(tmp_path, *reuse, specs=specs, docs=[docs])
-    before = contents(tmp_path / "out")
-    (tmp_path / "specs.json").write_text(json.dumps(one))
-    command = [sys.executable, rebuild.__file__, *reuse, "--docs", "-", "--output-root", "out"]
-    command += ["--tokenizer-config", "specs.json"]
-    with open(b, "rb") as stdin:
-        result = subprocess.run(command, stdin=stdin, cwd=tmp_path, capture_output=True, text=True)
-    assert contents(tmp_path / "out") == {**before, tmp_path / "out/docs_piped": b.read_bytes()}
-    words = shlex.split(result.stderr.partition("replace it: python3 ")[2])
-    assert words[0].endswith(Path(rebuild.__file__).name) and words[-1] == "--replace"
-    monkeypatch.chdir(tmp_path)
-    rebuild.main(words[1:])
-    path = tmp_path / "out/manifest.json"
-    manifest = json.loads(path.read_text())
+    for name, docs in (("one", a), ("two", b), ("one", a)):
+        run(tmp_path, *shuffle, specs=[named(name)], docs=[docs])
+    kept = [out / "manifest.json", out / "docs_mixed", *out.rglob("*.bin"), *out.rglob("*.model")]
+    before = [path.read_bytes() for path in kept]
+    message = failure(tmp_path, *shuffle, specs=[named("one")], docs=[b])
+    assert "fineweb10B_one is of other documents" in message and "add --replace" in message
+    assert [path.read_bytes() for path in kept] == before
+    manifest = run(tmp_path, *shuffle, "--replace", specs=[named("one")], docs=[b])
     assert len({entry.pop("docs_sha256") for entry in manifest["datasets"]}) == 1
-    path.write_text(json.dumps(manifest))
+    kept[0].write_text(json.dumps(manifest))
     result = run_here(tmp_path, {}, rebuild, ["--output-root=out", "--tokenizer-config=specs.json"])
     assert "fineweb10B_one is of other documents, or no" in result.stderr  # without a download
-    message = failure(tmp_path, specs=[{"vocab_size": 384, "dataset_suffix": "new"}], docs=[a])
-    assert "fineweb_384_bpe.model is of other" in message
-
-
-def test_no_input_is_overwritten(tmp_path):
-    """Nor is another name of it. Nothing is written."""
-    a, out = write_documents(tmp_path / "a"), tmp_path / "out"
-    run(tmp_path, "--shuffle", 1, docs=[a])
-    os.mkfifo(tmp_path / "pipe")
-    (out / "docs_piped").write_bytes(a.read_bytes())
-    (tmp_path / "link").symlink_to(out / "docs_mixed")
-    model, config = out / "tokenizers/fineweb_384_bpe.model", out / "tokenizer_config.export.json"
-    before = contents(out)
-    for place, docs, *more in (
-        (out / "docs_piped", [tmp_path / "pipe", out / "docs_piped"]),
-        (out / "docs_mixed", [tmp_path / "link"], "--shuffle", 2),
-        (model, [a], "--reuse-sp-model", f"384={model}"),
-        (config, [a], "--tokenizer-config", config),
-    ):
-        message = failure(tmp_path, *more, "--replace", docs=docs)
-        assert f"{place} is an input" in message and contents(out) == before
+    model = {**named("one"), "dataset_suffix": "new"}
+    assert "tokenizers/one.model is of other" in failure(tmp_path, specs=[model], docs=[a])
 
 
 def test_errors_are_one_line(tmp_path):
@@ -310,3 +298,6 @@ def test_errors_are_one_line(tmp_path):
     assert "vocab_size 262 is too small" in message
     (tmp_path / SIDECAR).write_text('{"docs_val": null}')
     assert "get 50000" in failure(tmp_path, docs=[docs])
+    part = write_documents(tmp_path / "out/docs_piped.part")
+    os.mkfifo(tmp_path / "pipe")
+    assert f"{part} is an input" in failure(tmp_path, docs=[tmp_path / "pipe", part])
