@@ -30,6 +30,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -132,6 +133,12 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
     return Side(name, script, command, environ, hp, args.out, variables, facts)
 
 
+def gpu_names(hp: Any) -> list[str]:
+    """Return the names of the GPUs that runs with these knobs would use here. []: the CPU."""
+    count = 0 if hp.device == "cpu" else torch.cuda.device_count()
+    return sorted({torch.cuda.get_device_name(i) for i in range(count)})
+
+
 def checksum(path: Path) -> tuple[int, int]:
     """Size and checksum of a file; of a large file, that of pieces spread over it."""
     size, crc = path.stat().st_size, 0
@@ -150,7 +157,11 @@ def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace)
     side.script.prepare_demo(side.hp, Namespace(log=str))
     paths = [*sorted(Path(side.hp.data_path).glob("*.bin")), Path(side.hp.tokenizer_path)]
     data = {path.name: checksum(path) for path in paths if path.is_file()}
-    facts = [*side.facts, data, args.launch, torch.__version__]
+    gpus = gpu_names(side.hp)
+    if not args.launch:  # which may start the run on another machine
+        side.device = "cuda" if gpus else "cpu"
+    # A CPU adds nothing, so that the folders of older versions are found.
+    facts = [*side.facts, data, args.launch, torch.__version__, *gpus]
     side.folder = args.out / hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     for name in ("EVAL_STRIDE", "MAX_VAL_TOKENS"):
         side.scored[name] = getattr(side.hp, name.lower(), 0)
@@ -185,8 +196,9 @@ class Experiment:
             baseline, candidate = results = [run.result() for run in pair]
             if None in results:
                 return time.monotonic() > self.args.deadline
-            if baseline["val_loss"] == candidate["val_loss"]:
-                raise ValueError("the change does nothing: both sides end with the same loss")
+            devices = {str(result.get("device"))[:4] for result in results}
+            if devices == {"cpu", "cuda"} and len({run.side.hp.device for run in pair}) == 1:
+                raise ValueError(f"seed {pair[0].seed} ran on both CPU and GPU: set another --out")
             for first, run in zip(self.pairs[0], pair, strict=True):
                 if first is not run and first.result()["val_loss"] == run.result()["val_loss"]:
                     same = f"seeds {first.seed} and {run.seed} end with the same loss"
@@ -205,8 +217,12 @@ class Experiment:
             is_new = pair[0].process or pair[1].process
             if len(self.gains) == 1 and is_new and self.args.minutes < math.inf:
                 self.show_forecast()
-            if self.row["verdict"] != "not yet" and not self.args.seeds:
+            does_nothing = len(self.gains) > 1 and not any(self.gains)
+            if not self.args.seeds and (does_nothing or self.row["verdict"] != "not yet"):
                 break
+        if not any(self.gains):
+            problem = "the change does nothing: both sides of each pair end with the same loss"
+            raise ValueError(f"{problem}. If it acts with other seeds, list them: --seeds")
         return True
 
     def gain(self, pair: tuple[Run, Run]) -> float:
@@ -224,7 +240,7 @@ class Experiment:
         print(f"three pairs, the fewest for a gain: about {minutes:.1f} minutes, {fits}")
 
     def judge(self) -> None:
-        """Write the verdict to the ledger, once there is a pair."""
+        """Write the verdict to the ledger, once a pair has a gain other than 0."""
         args, row = self.args, self.row
         mean = fmean(self.gains or [math.nan])
         low, high = anytime.interval(self.gains, args.alpha)
@@ -234,7 +250,8 @@ class Experiment:
         if judged := self.pairs[: len(self.gains)]:
             row["ms_per_step"] = f"{fmean(b.result()['ms_per_step'] for _, b in judged):.2f}"
             row["seeds"] = " ".join(str(run.seed) for run, _ in judged)
-            ledger.update(args.ledger, row, self.evidence)
+            if any(self.gains):
+                ledger.update(args.ledger, row, self.evidence)
 
     def evidence(self, seeds: list[int]) -> float:
         """Evidence of all finished pairs with these seeds, each counted once."""
@@ -261,7 +278,8 @@ class Experiment:
                 print(f"WARNING: the sides differ in {knob}: {old:g} and {new:g}")
         # Times can be compared if both runs of a pair were trained now.
         pairs = [(a, b) for a, b in self.pairs[: len(self.gains)] if a.process and b.process]
-        ratios = [b.result()["ms_per_step"] / a.result()["ms_per_step"] for a, b in pairs]
+        times = [(a.result()["ms_per_step"], b.result()["ms_per_step"]) for a, b in pairs]
+        ratios = [new / old for old, new in times if old > 0]  # ITERATIONS may be 0
         if ratios:
             limits = f"({min(ratios):.3f} to {max(ratios):.3f})"
             print(f"time of a step: {fmean(ratios):.3f} times the baseline's {limits}")
@@ -317,9 +335,16 @@ class Experiment:
 
 # ---- command line --------------------------------------------------------------------------------
 def lock_folder(args: Namespace) -> None:
-    """Keep other experiments out of the folder. Choose the number of runs at a time."""
+    """Keep other experiments out of the folder. Choose the number of runs at a time. Raises
+    ValueError if the folder has a user's files of our names."""
+    lock, data = args.out / "lock", args.out / "data"
+    files_here = [lock, data, args.ledger, args.out / "baseline.py", args.out / "candidate.py"]
+    found = [path for path in files_here if os.path.lexists(path)]
+    is_own = lock.is_file() and lock.stat().st_size == 0
+    if found and not is_own:
+        raise ValueError(f"{found[0]} is not a file of experiment.py: set another --out")
     args.out.mkdir(parents=True, exist_ok=True)
-    args.lock = open(args.out / "lock", "w")
+    args.lock = open(lock, "w")
     os.set_inheritable(args.lock.fileno(), True)
     try:
         fcntl.flock(args.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -327,10 +352,11 @@ def lock_folder(args: Namespace) -> None:
         raise ValueError(f"an experiment is running in {args.out}: wait, or set --out") from None
     except OSError as error:
         print(f"WARNING: {args.out} cannot be locked ({error}): start no second experiment there")
-    data = args.out / "data"  # where the script looks for the demo's builder
-    with suppress(OSError):  # there is a folder, or the disk has no links
-        data.unlink(missing_ok=True)  # perhaps a link of another checkout
-        data.symlink_to(SCRIPT.with_name("data"))
+    # The script looks for the demo's builder in data. A link may be that of another checkout.
+    if not (data.exists() and data.samefile(SCRIPT.with_name("data"))):
+        with suppress(OSError):  # there is a folder, or the disk has no links
+            data.unlink(missing_ok=True)
+            data.symlink_to(SCRIPT.with_name("data"))
     num_gpus = 0 if os.environ.get("DEVICE") == "cpu" else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
     args.gpus = [] if args.launch else visible.split(",")[:num_gpus]

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -93,8 +93,10 @@ def saved_facts(path: Path) -> dict[str, Any]:
         return {"knobs": dict(saved["knobs"])}
     result = path.with_name("final_result.json")
     try:
-        facts = dict(json.loads(result.read_bytes())) if result.is_file() else {}
-    except (ValueError, TypeError) as error:
+        facts = json.loads(result.read_bytes()) if result.is_file() else {}
+        for name in ("knobs", "crc32", "input_crc32"):
+            facts.get(name, {}).items()
+    except (AttributeError, ValueError) as error:
         sys.exit(f"{result} is damaged: {error!r}: delete it, and set the knobs yourself")
     checksums = facts.get("crc32")  # of the run's files
     if checksums and zlib.crc32(path.read_bytes()) not in checksums.values():
@@ -121,9 +123,30 @@ def decode(tokenizer: SentencePieceProcessor, ids: list[int]) -> str:
     return caseops.decode(text) if caseops.is_caseops(tokenizer) else text
 
 
-def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> tuple[Any, Any]:
-    """Load a model of this script, with knobs from the environment, else from its run. Returns it
-    and a runtime whose log has the warnings. defaults: knobs that override those of the run."""
+def compare_tokenizer(inputs: Mapping[str, int], path: Path, log: Callable[[str], None]) -> None:
+    """Log a warning if this is not the tokenizer of the run. inputs: the run's checksums."""
+    crc = zlib.crc32(path.read_bytes())
+    if crc != inputs.get("tokenizer", crc):
+        log(f"WARNING: {path} is not the tokenizer of the run: set TOKENIZER_PATH to that one")
+
+
+def compare_split(inputs: Mapping[str, int], hp: Any, log: Callable[[str], None]) -> None:
+    """Log a warning if the validation split is not that of the run."""
+    crc = 0
+    for path in sorted(glob.glob(hp.files("val"))) if "val_tokens" in inputs else ():
+        crc = zlib.crc32(memoryview(Path(path).read_bytes())[files.HEADER_BYTES :], crc)
+    if crc != inputs.get("val_tokens", crc):
+        problem = f"the validation tokens in {hp.data_path} are not those of the run"
+        log(f"WARNING: {problem}: set DATA_PATH to its data, or do not compare the scores")
+
+
+def open_model(
+    script: ModuleType, path: Path, defaults: Mapping[str, str]
+) -> tuple[Any, Any, dict[str, int]]:
+    """Load a model of this script, with knobs from the environment, else from its run. Returns it,
+    a runtime whose log has the warnings, and the checksums of the run's inputs, if known. defaults:
+    knobs that override those of the run."""
+    script.deserialize(path.read_bytes(), str(path))  # first: other files need no other advice
     facts = saved_facts(path)
     saved = facts.get("knobs", {})
     knobs = {name.upper(): as_text(value) for name, value in saved.items() if name not in OWN}
@@ -136,7 +159,6 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
     gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
     log = Path(saved.get("output_dir", ""), "logs", f"{saved.get('run_id', 'RUN_ID')}.txt")
     data = runtime.from_rank_0(path.read_bytes)
-    script.deserialize(data, str(path))  # a damaged file needs no advice about scripts
     try:
         script.load_weights(gpt, data, str(path))
     except script.InputError as error:
@@ -145,7 +167,9 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
         advice = f"--script {log} takes the script out of its log"
         raise script.InputError(f"{error}; knobs that differ: {differ}; {advice}") from None
     unknown, size = unknown_knobs(script, knobs), len(runtime.source)
-    if unknown or size != facts.get("bytes_code", size):
+    inputs, crc = facts.get("input_crc32", {}), zlib.crc32(runtime.source)
+    is_other = size != facts.get("bytes_code", size) or crc != inputs.get("script", crc)
+    if unknown or is_other:
         record = load_script(RECORD)
         is_record = unknown and not unknown_knobs(record, unknown)
         right = "tests/records/train_record.py" if is_record else log
@@ -154,7 +178,7 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
         problem = " ".join(["lacks", *lacks]) if lacks else "is not that of the run"
         advice = f"use --script {right}, or the score may differ"
         runtime.log(f"WARNING: {advice}: this script {problem}")
-    return gpt, runtime
+    return gpt, runtime, inputs
 
 
 def compare_with_manifest(hp: Any) -> str:
