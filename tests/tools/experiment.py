@@ -30,7 +30,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -133,12 +132,6 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
     return Side(name, script, command, environ, hp, args.out, variables, facts)
 
 
-def gpu_names(hp: Any) -> list[str]:
-    """Return the names of the GPUs that runs with these knobs would use here. []: the CPU."""
-    count = 0 if hp.device == "cpu" else torch.cuda.device_count()
-    return sorted({torch.cuda.get_device_name(i) for i in range(count)})
-
-
 def checksum(path: Path) -> tuple[int, int]:
     """Size and checksum of a file; of a large file, that of pieces spread over it."""
     size, crc = path.stat().st_size, 0
@@ -157,10 +150,11 @@ def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace)
     side.script.prepare_demo(side.hp, Namespace(log=str))
     paths = [*sorted(Path(side.hp.data_path).glob("*.bin")), Path(side.hp.tokenizer_path)]
     data = {path.name: checksum(path) for path in paths if path.is_file()}
-    gpus = gpu_names(side.hp)
-    if not args.launch:  # which may start the run on another machine
-        side.device = "cuda" if gpus else "cpu"
-    # A CPU adds nothing, so that the folders of older versions are found.
+    num_gpus = 0 if side.hp.device == "cpu" else torch.cuda.device_count()
+    if not args.launch:  # that may start the run on another machine
+        side.device = "cuda" if num_gpus else "cpu"
+    # A CPU adds nothing, so that folders of older versions are found.
+    gpus = sorted({torch.cuda.get_device_name(i) for i in range(num_gpus)})
     facts = [*side.facts, data, args.launch, torch.__version__, *gpus]
     side.folder = args.out / hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     for name in ("EVAL_STRIDE", "MAX_VAL_TOKENS"):
@@ -196,9 +190,6 @@ class Experiment:
             baseline, candidate = results = [run.result() for run in pair]
             if None in results:
                 return time.monotonic() > self.args.deadline
-            devices = {str(result.get("device"))[:4] for result in results}
-            if devices == {"cpu", "cuda"} and len({run.side.hp.device for run in pair}) == 1:
-                raise ValueError(f"seed {pair[0].seed} ran on both CPU and GPU: set another --out")
             for first, run in zip(self.pairs[0], pair, strict=True):
                 if first is not run and first.result()["val_loss"] == run.result()["val_loss"]:
                     same = f"seeds {first.seed} and {run.seed} end with the same loss"
@@ -217,11 +208,11 @@ class Experiment:
             is_new = pair[0].process or pair[1].process
             if len(self.gains) == 1 and is_new and self.args.minutes < math.inf:
                 self.show_forecast()
-            does_nothing = len(self.gains) > 1 and not any(self.gains)
-            if not self.args.seeds and (does_nothing or self.row["verdict"] != "not yet"):
+            is_sure = self.row["verdict"] != "not yet" or self.gains == [0, 0]
+            if is_sure and not self.args.seeds:
                 break
         if not any(self.gains):
-            problem = "the change does nothing: both sides of each pair end with the same loss"
+            problem = "the change does nothing: both sides of all pairs end with the same loss"
             raise ValueError(f"{problem}. If it acts with other seeds, list them: --seeds")
         return True
 
@@ -338,11 +329,10 @@ def lock_folder(args: Namespace) -> None:
     """Keep other experiments out of the folder. Choose the number of runs at a time. Raises
     ValueError if the folder has a user's files of our names."""
     lock, data = args.out / "lock", args.out / "data"
-    files_here = [lock, data, args.ledger, args.out / "baseline.py", args.out / "candidate.py"]
-    found = [path for path in files_here if os.path.lexists(path)]
-    is_own = lock.is_file() and lock.stat().st_size == 0
-    if found and not is_own:
-        raise ValueError(f"{found[0]} is not a file of experiment.py: set another --out")
+    if not (lock.is_file() and lock.stat().st_size == 0):  # it is not a folder of experiments
+        for path in (lock, data, args.ledger, args.out / "baseline.py", args.out / "candidate.py"):
+            if os.path.lexists(path):
+                raise ValueError(f"{path} is not a file of experiment.py: set another --out")
     args.out.mkdir(parents=True, exist_ok=True)
     args.lock = open(lock, "w")
     os.set_inheritable(args.lock.fileno(), True)

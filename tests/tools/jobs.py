@@ -60,8 +60,7 @@ class Run:
             raise ValueError(f"{path} is damaged ({error!r}): delete it") from None
         device = str(facts.get("device"))[:4]  # "cuda:0"
         if {device, self.side.device} == {"cpu", "cuda"}:
-            problem = f"{path} is of a run on {device}, not on {self.side.device}"
-            raise ValueError(f"{problem}: delete its folder, or set another --out")
+            raise ValueError(f"{path} is of a run on {device}: delete it, or set another --out")
         return facts
 
 

@@ -57,10 +57,8 @@ def main() -> None:
     parser.add_argument("packed", type=files.path, nargs="?", help="the file to write")
     parser.add_argument("--minify", action="store_true", help="remove comments and docstrings")
     args = parser.parse_args()
-    if args.packed is None:
+    if args.packed is None or args.packed.is_dir():
         parser.error(f"name the file to write: pack.py {args.script} packed.py")
-    if args.packed.is_dir():
-        parser.error(f"{args.packed} is a folder: name the file to write")
     if args.packed.exists() and args.packed.samefile(args.script):
         parser.error(f"{args.packed} would overwrite its own source: name another file")
     is_pipe = args.packed.exists() and not args.packed.is_file()  # or a terminal, or /dev/null

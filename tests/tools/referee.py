@@ -331,11 +331,10 @@ def judge(case: Case) -> dict[str, tuple[str, str]]:
 def run(args: Namespace) -> int:
     """Judge a model and print the table. Returns the exit code."""
     deadline, script = time.perf_counter() + 60 * args.minutes, trained.load_script(args.script)
-    gpt, runtime, inputs = trained.open_model(script, args.model, {"COMPILE": "0"})
-    split, warnings = open_split(script, gpt, runtime, inputs)
-    for line in runtime.log.waiting:
-        if "WARNING" in line:
-            print(line)
+    gpt, runtime = trained.open_model(script, args.model, {"COMPILE": "0"})
+    split = open_split(script, gpt, runtime)
+    warnings = [line for line in runtime.log.waiting if "WARNING" in line]
+    print("\n".join(warnings), end="\n" * bool(warnings))
     case = Case(script, gpt, split, runtime, args.model, args.tokens, args.places, deadline)
     case.score(case.split[: case.hp.train_seq_len + 1])  # the first scoring is slower
     findings = judge(case)

@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
-from trained import compare_tokenizer, decode, encode, files, load_script, model_parser, open_model
+from trained import decode, encode, files, load_script, model_parser, open_model
 
 
 @torch.no_grad()
@@ -45,22 +45,23 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     script = load_script(args.script)
     try:
-        gpt, runtime, inputs = open_model(script, args.model, {"DTYPE": "fp32"})
+        gpt, runtime = open_model(script, args.model, {"DTYPE": "fp32"}, args.tokenizer)
     except script.InputError as error:
         sys.exit(str(error))
     hp = gpt.eval().hp
     # Knobs that are misspelled, as in score.py, without a validation split.
     script.log_warnings(SimpleNamespace(hp=hp, is_tokenizer_right=True), runtime)
+    for warning in runtime.log.waiting:
+        print(warning, file=sys.stderr)
     try:
         path = args.tokenizer or Path(hp.tokenizer_path)
-        compare_tokenizer(inputs, path, runtime.log)
         tokenizer = SentencePieceProcessor(model_proto=path.read_bytes())
     except (OSError, RuntimeError) as error:
         sys.exit(f"tokenizer: {error}: start in the folder of the run, or set --tokenizer")
     if tokenizer.vocab_size() != hp.vocab_size:
         sys.exit(f"the tokenizer does not have VOCAB_SIZE={hp.vocab_size} pieces: set --tokenizer")
-    for warning in runtime.log.waiting:
-        print(warning, file=sys.stderr)
+    if tokenizer.bos_id() < 0:
+        sys.exit("the tokenizer has no BOS, with which a document begins: set --tokenizer")
     prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # of any bytes
     ids = [tokenizer.bos_id(), *encode(tokenizer, prompt)]  # a document begins with BOS
     prompt_size = len(ids)

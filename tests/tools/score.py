@@ -19,40 +19,27 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
-from trained import (
-    compare_split,
-    compare_tokenizer,
-    compare_with_manifest,
-    files,
-    load_script,
-    model_parser,
-    open_model,
-)
+from trained import compare_with_manifest, files, load_script, model_parser, open_model
 
 
-def open_split(
-    script: ModuleType, gpt: Any, runtime: Any, inputs: dict[str, int]
-) -> tuple[Any, list[str]]:
-    """Load the validation split. Log the settings and warnings. Returns the split, and warnings of
-    what differs from the run. inputs: the run's checksums."""
+def open_split(script: ModuleType, gpt: Any, runtime: Any) -> Any:
+    """Load the validation split. Log the settings, and warnings about the split."""
     hp = gpt.hp
     if not Path(hp.tokenizer_path).is_file():
         advice = "start in the folder where the run started, or set it and DATA_PATH"
         raise script.InputError(f"TOKENIZER_PATH={hp.tokenizer_path!r} is not a file: {advice}")
     validation = script.Validation(hp)
-    compare_tokenizer(inputs, Path(hp.tokenizer_path), runtime.log)
-    compare_split(inputs, hp, runtime.log)
-    warnings = [line for line in runtime.log.waiting if line.startswith("WARNING")]
     script.log_settings(gpt, validation, runtime)
     if problem := compare_with_manifest(hp):
         runtime.log(f"WARNING: {problem}")
-    return validation, warnings
+    return validation
 
 
 def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
-    gpt, runtime, inputs = open_model(script, path, {})
-    validation, warnings = open_split(script, gpt, runtime, inputs)
+    gpt, runtime = open_model(script, path, {})
+    warnings = [line for line in runtime.log.waiting if line.startswith("WARNING")]
+    validation = open_split(script, gpt, runtime)
     is_artifact = runtime.rank == 0 and path.read_bytes()[:2] != b"PK"  # torch.save writes a zip
     runtime.log(f"score:{path}")
     runtime.from_rank_0(lambda: runtime.log.open(validation.hp, runtime.source))

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -123,29 +123,26 @@ def decode(tokenizer: SentencePieceProcessor, ids: list[int]) -> str:
     return caseops.decode(text) if caseops.is_caseops(tokenizer) else text
 
 
-def compare_tokenizer(inputs: Mapping[str, int], path: Path, log: Callable[[str], None]) -> None:
-    """Log a warning if this is not the tokenizer of the run. inputs: the run's checksums."""
-    crc = zlib.crc32(path.read_bytes())
-    if crc != inputs.get("tokenizer", crc):
-        log(f"WARNING: {path} is not the tokenizer of the run: set TOKENIZER_PATH to that one")
-
-
-def compare_split(inputs: Mapping[str, int], hp: Any, log: Callable[[str], None]) -> None:
-    """Log a warning if the validation split is not that of the run."""
-    crc = 0
-    for path in sorted(glob.glob(hp.files("val"))) if "val_tokens" in inputs else ():
-        crc = zlib.crc32(memoryview(Path(path).read_bytes())[files.HEADER_BYTES :], crc)
-    if crc != inputs.get("val_tokens", crc):
-        problem = f"the validation tokens in {hp.data_path} are not those of the run"
-        log(f"WARNING: {problem}: set DATA_PATH to its data, or do not compare the scores")
+def compare_inputs(wanted: Mapping[str, int], hp: Any, tokenizer: Path) -> Iterator[str]:
+    """Yield a warning for each input that is not that of the run. wanted: the run's checksums."""
+    shards = [Path(path) for path in sorted(glob.glob(hp.files("val")))]
+    for name, knob, paths, start in (
+        ("tokenizer", "TOKENIZER_PATH", [tokenizer], 0),
+        ("val_tokens", "DATA_PATH", shards, files.HEADER_BYTES),
+    ):
+        paths = [path for path in paths if name in wanted and path.is_file()]
+        data = b"".join(path.read_bytes()[start:] for path in paths)
+        if paths and zlib.crc32(data) != wanted[name]:
+            noun = name.replace("val_", "validation ")
+            yield f"WARNING: {knob}: another {noun} than in the run: set it to that of the run"
 
 
 def open_model(
-    script: ModuleType, path: Path, defaults: Mapping[str, str]
-) -> tuple[Any, Any, dict[str, int]]:
-    """Load a model of this script, with knobs from the environment, else from its run. Returns it,
-    a runtime whose log has the warnings, and the checksums of the run's inputs, if known. defaults:
-    knobs that override those of the run."""
+    script: ModuleType, path: Path, defaults: Mapping[str, str], tokenizer: Path | None = None
+) -> tuple[Any, Any]:
+    """Load a model of this script, with knobs from the environment, else from its run. Returns it
+    and a runtime whose log has the warnings. defaults: knobs that override those of the run.
+    tokenizer: in place of TOKENIZER_PATH."""
     script.deserialize(path.read_bytes(), str(path))  # first: other files need no other advice
     facts = saved_facts(path)
     saved = facts.get("knobs", {})
@@ -166,10 +163,9 @@ def open_model(
         differ = ", ".join(f"{k}={environ[k]} (its run: {knobs[k]})" for k in own) or "none"
         advice = f"--script {log} takes the script out of its log"
         raise script.InputError(f"{error}; knobs that differ: {differ}; {advice}") from None
-    unknown, size = unknown_knobs(script, knobs), len(runtime.source)
-    inputs, crc = facts.get("input_crc32", {}), zlib.crc32(runtime.source)
-    is_other = size != facts.get("bytes_code", size) or crc != inputs.get("script", crc)
-    if unknown or is_other:
+    unknown, inputs = unknown_knobs(script, knobs), facts.get("input_crc32", {})
+    size, crc = len(runtime.source), zlib.crc32(runtime.source)
+    if unknown or size != facts.get("bytes_code", size) or crc != inputs.get("script", crc):
         record = load_script(RECORD)
         is_record = unknown and not unknown_knobs(record, unknown)
         right = "tests/records/train_record.py" if is_record else log
@@ -178,7 +174,9 @@ def open_model(
         problem = " ".join(["lacks", *lacks]) if lacks else "is not that of the run"
         advice = f"use --script {right}, or the score may differ"
         runtime.log(f"WARNING: {advice}: this script {problem}")
-    return gpt, runtime, inputs
+    for warning in compare_inputs(inputs, hp, tokenizer or Path(hp.tokenizer_path)):
+        runtime.log(warning)
+    return gpt, runtime
 
 
 def compare_with_manifest(hp: Any) -> str:
