@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -151,7 +152,8 @@ def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, scor
 
 
 def test_another_script_or_split_is_a_warning(trained, tmp_path, score_knobs):
-    """Only techniques that are on are named, again before the score. The split was cut."""
+    """Only techniques that are on are named, again before the score, and so are other inputs. The
+    split was cut."""
     manifest = {"datasets": [{"name": "name", "stats": {"tokens_val": 1501}}]}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     copy_result(trained[0], tmp_path, {"ema_decay": 0.5, "xsa_layers": 0})
@@ -160,6 +162,15 @@ def test_another_script_or_split_is_a_warning(trained, tmp_path, score_knobs):
     assert "use --script tests/records/train_record.py, " in first
     assert first.endswith("lacks EMA_DECAY=0.5") and first == again == lines[-3]
     assert "1,501" in split and "manifest.json" in split
+    shard = Path(score_knobs["DATA_PATH"], "fineweb_val_000000.bin").read_bytes()
+    tokenizer = Path(json.loads((tmp_path / RESULT).read_bytes())["knobs"]["tokenizer_path"])
+    inputs = {"script": SCRIPT.read_bytes(), "tokenizer": tokenizer.read_bytes()}
+    inputs = {name: crc32(data) for name, data in (inputs | {"val_tokens": shard[1024:]}).items()}
+    for name, word in (("script", "use --script"), ("tokenizer", "TOK"), ("val_tokens", "DATA")):
+        copy_result(trained[0], tmp_path, {}, input_crc32=inputs | {name: 1})
+        lines = score_file(tmp_path, score_knobs, tmp_path / ARTIFACT)
+        first, split, again = (line for line in lines if line.startswith("WARNING"))
+        assert word in first and first == again == lines[-3]
 
 
 def test_a_result_that_is_missing_or_of_another_run_is_named(trained, tmp_path, score_knobs):
@@ -168,6 +179,8 @@ def test_a_result_that_is_missing_or_of_another_run_is_named(trained, tmp_path, 
     failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} have no knobs")
     copy_result(trained[0], tmp_path, {}, crc32={ARTIFACT: 1, MODEL: 2})
     failed(run_here(tmp_path, score_knobs, score, [path]), ARTIFACT, RESULT, "crc32")
+    (tmp_path / RESULT).write_text("[]")
+    failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} is damaged")
 
 
 def test_weights_that_do_not_fit_are_named(trained, tmp_path, score_knobs):
