@@ -109,13 +109,8 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
     gain, rule = re.search(r"gain: (.*)\nrule: (evidence of pairs, level 0.05):", again).groups()
     compared = capsys.readouterr().out
     assert f"rule: {rule}; " in compared and f"seed: {gain}\n" in compared
-    (tmp_path / "matplotlib.py").write_text("import no_such_module")
-    words, environ["PYTHONPATH"] = ["--seeds", "2", "3", "1"], str(tmp_path)
-    code, output, errors = run(*words, "--picture", str(picture), **environ)
-    assert "luck helped" not in output  # a row of its own
-    assert "WARNING: no picture: ModuleNotFoundError: No module named 'no_such" in output
-    assert (code, errors, last_line(output)["verdict"]) == (0, "", "better")
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "luck helped" not in run("--seeds", "2", "3", "1", **environ)[1]  # a row of its own
 
 
 @pytest.mark.baseline
