@@ -15,6 +15,7 @@ HEAD = f"""\
 step:7/9 val_loss:0.1111 val_bpb:0.1111 train_time:7ms step_avg:1.00ms
 final_int8_zlib_roundtrip_exact val_loss:0.11111111 val_bpb:0.11111111
 {"=" * 100}
+Running Python 3
 """
 START = """\
 logs/a.txt
@@ -95,7 +96,8 @@ def test_the_score_is_the_last_line_with_eight_digits(tmp_path, capsys, name, li
 
 
 def test_the_script_of_the_last_start_comes_back_byte_for_byte(tmp_path):
-    """A script may have the lines that follow it in a log, lines of a log, and any line ends."""
+    """A script may have the lines that follow it in a log, lines of a log, and any line ends. If
+    the log says its size, any line may be its first. Line ends of the log may have changed."""
     header = f"\n{'=' * 100}\nRunning Python 3.1 (a) [b]\nRunning PyTorch 2\n|no|\n{'=' * 100}\n"
     script = f'"""Doc.{header}{START}"""\nx: int = 1\n\nclass InputError(ValueError): ...'
     log = tmp_path / "log.txt"
@@ -103,6 +105,12 @@ def test_the_script_of_the_last_start_comes_back_byte_for_byte(tmp_path):
         for earlier in ("", f"y = 1\n{header}logs/a.txt\na line of text\nwarmup_step:1/3\n"):
             log.write_bytes((earlier + text + header + START).encode())
             assert read_script(log) == text.encode(), (text, earlier)
+    script = f"x = 2\n{script}"
+    for line in ("script_bytes:{}\n|no|", "|no|\nCode size: {} bytes"):
+        sized = header.replace("|no|", line.format(len(script)))
+        for end in ("\n", "\r\n"):
+            log.write_bytes((earlier + script + sized + START).replace("\n", end).encode())
+            assert read_script(log) == script.encode()
     log.write_text(START)
     with pytest.raises(ValueError, match="has no script"):
         read_script(log)

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shlex
 import subprocess
 import sys
 import zlib
@@ -51,7 +52,7 @@ def test_help_shows_all_knobs_and_another_argument_is_an_error(tmp_path):
 
 
 def test_a_run_goes_on_after_the_end_of_its_pipe(tmp_path, knobs):
-    line = f"{sys.executable} {SCRIPT} | true; exit ${{PIPESTATUS[0]}}"
+    line = f"{shlex.join([sys.executable, str(SCRIPT)])} | true; exit ${{PIPESTATUS[0]}}"
     environ = runs.process_environ({**knobs, "ITERATIONS": "0"})
     result = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environ, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b"")

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -150,8 +151,9 @@ def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, scor
     assert result.returncode == 1 and "\nscore_exact val_loss:nan " in result.stdout
 
 
-def test_another_script_or_split_is_a_warning(trained, tmp_path, score_knobs):
-    """Only techniques that are on are named, again before the score. The split was cut."""
+def test_another_script_or_split_is_a_warning(trained, tmp_path, score_knobs, tokenizer):
+    """Only techniques that are on are named, again before the score, and so are other inputs. The
+    split was cut."""
     manifest = {"datasets": [{"name": "name", "stats": {"tokens_val": 1501}}]}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     copy_result(trained[0], tmp_path, {"ema_decay": 0.5, "xsa_layers": 0})
@@ -160,6 +162,14 @@ def test_another_script_or_split_is_a_warning(trained, tmp_path, score_knobs):
     assert "use --script tests/records/train_record.py, " in first
     assert first.endswith("lacks EMA_DECAY=0.5") and first == again == lines[-3]
     assert "1,501" in split and "manifest.json" in split
+    paths = Path(score_knobs["DATA_PATH"], "fineweb_val_000000.bin"), tokenizer, SCRIPT
+    names = dict(zip(("val_tokens", "tokenizer", "script"), paths, strict=True))
+    inputs = {k: crc32(path.read_bytes()[1024 * (k[0] == "v") :]) for k, path in names.items()}
+    for changed, words in (({}, []), (dict.fromkeys(inputs, 1), ["--script", "TOKEN", "DATA_"])):
+        copy_result(trained[0], tmp_path, {}, input_crc32=inputs | changed)
+        lines = score_file(tmp_path, score_knobs, tmp_path / ARTIFACT)
+        found = [line for line in lines if line.startswith("WARNING") and line != split]
+        assert all(word in line for word, line in zip(2 * words, found, strict=True))
 
 
 def test_a_result_that_is_missing_or_of_another_run_is_named(trained, tmp_path, score_knobs):
@@ -168,6 +178,8 @@ def test_a_result_that_is_missing_or_of_another_run_is_named(trained, tmp_path, 
     failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} have no knobs")
     copy_result(trained[0], tmp_path, {}, crc32={ARTIFACT: 1, MODEL: 2})
     failed(run_here(tmp_path, score_knobs, score, [path]), ARTIFACT, RESULT, "crc32")
+    (tmp_path / RESULT).write_text("[]")
+    failed(run_here(tmp_path, score_knobs, score, [path]), f"{RESULT} is damaged")
 
 
 def test_weights_that_do_not_fit_are_named(trained, tmp_path, score_knobs):

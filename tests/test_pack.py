@@ -56,8 +56,11 @@ def test_a_packed_script_shows_its_lines_in_a_traceback(tmp_path):
     files is on the path."""
     (tmp_path / "运行.py").write_text("print('é')\n1 / 0  # é\n", encoding="utf-8-sig")
     (tmp_path / "files.py").write_text("1 / 0")
+    (tmp_path / "stdout").symlink_to("/dev/fd/1")  # a pipe
     environ = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(tmp_path)}
     run(tmp_path, PACK, "运行.py", "packed.py", **environ).check_returncode()
+    piped = run(tmp_path, PACK, "运行.py", "stdout", **environ)
+    assert piped.stdout == (tmp_path / "packed.py").read_text() and "stdout: " in piped.stderr
     result = run(tmp_path, "-X", "utf8", "packed.py")
     assert result.stdout == "é\n" and "1 / 0  # é" in result.stderr
 
@@ -67,7 +70,8 @@ def test_the_last_script_of_a_log_is_packed_whole_or_not_at_all(tmp_path):
     header = f"\n{'=' * 100}\nRunning Python 3\nlogs/a.txt\nwarmup_step:1/3\n"
     script = "# A script.\nx = 1\n\nimport os\nprint(x)\n"
     for text in (script, script.replace("\n\n", "\nx = = 2\n")):
-        (tmp_path / "log.txt").write_text(MODULE + header + text + header)
+        own = "# x: 1\nstep:1/3 ...\n'a' b\nstep:2/3 ...\n" * (text == script)  # an edit's lines
+        (tmp_path / "log.txt").write_text(MODULE + header + own + text + header)
         result = run(tmp_path, PACK, "log.txt", "packed.py")
         assert run(tmp_path, "packed.py").stdout == "1\n"  # also after the second one
         assert (f"log.txt: {len(script)} bytes, packed.py: " in result.stdout) == (text == script)
@@ -83,6 +87,7 @@ def test_an_error_writes_nothing(tmp_path):
         ("broken.py", "packed.py", "'(' was never closed (broken.py, line 1)"),
         ("broken.py", "link.py", "would overwrite its own source: name another file"),
         ("broken.py", "other.py", "is no packed script: name another file"),
+        ("broken.py", ".", "name the file to write: pack.py broken.py packed.py"),
     ]:
         result = run(tmp_path, PACK, script, packed)
         assert result.returncode == 2 and result.stderr.endswith(f"{words}\n")

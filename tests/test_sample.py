@@ -43,11 +43,19 @@ def test_a_prompt_in_caseops_follows_bos_and_keeps_its_end(trained, tmp_path, ca
     assert text == f"{caseops.decode(sp.decode(ids))}\n" and text.startswith(prompt)
 
 
-def test_a_missing_model_or_tokenizer_is_named(tmp_path, trained):
+def test_a_wrong_model_or_tokenizer_is_named(tmp_path, trained):
     result = run_here(tmp_path, {}, sample, ["The function"])
     assert result.returncode == 2 and "; first the model, then the prompt" in result.stderr
-    result = run_here(tmp_path, {}, sample, [f"{trained[0]}/final_model.pt", "--tokenizer=none"])
-    failed(result, "none", "set --tokenizer")
+    (tmp_path / "no_bos.model").write_bytes(train_tokenizer(bos_id=-1))
+    (tmp_path / "nan.py").write_text(EDITED.replace("torch.eye(384)", "torch.nan * torch.eye(384)"))
+    for option, words in [
+        ("--tokenizer=none", "'none': start in the folder of the run, or set --tokenizer"),
+        ("--tokenizer=no_bos.model", "has no BOS"),
+        ("--script=nan.py", "final_model.pt: its predictions are not finite"),
+    ]:
+        failed(run_here(tmp_path, {}, sample, [f"{trained[0]}/final_model.pt", option]), words)
+    error = failed(run_here(tmp_path, {}, sample, [str(SCRIPT)]))
+    assert error.startswith(f"{SCRIPT} is damaged or not a model file")
 
 
 def test_the_end_of_the_document_is_named(trained, tmp_path):

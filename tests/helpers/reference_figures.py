@@ -3,7 +3,8 @@
     python tests/helpers/reference_figures.py ../parameter-golf/train_gpt.py
 
 prints them, then says where they differ from tests/reference.json, which has those of the
-challenge's file at commit 4908dc4 (torch 2.13.0, CPU). Only the initial weights are random.
+challenge's file at commit 4908dc4 (torch 2.13.0, CPU), except "values with tails": these are of our
+file. Only the initial weights are random.
 """
 
 import hashlib
@@ -48,6 +49,13 @@ def wave(shape: tuple[int, ...], phase: float, scale: float = 0.2, offset: float
     """Return a sine that does not repeat itself, in fp32, as a stand-in for random values."""
     values = offset + scale * np.sin(0.7548776662 * np.arange(1, np.prod(shape) + 1) + phase)
     return torch.from_numpy(values).float().view(shape)
+
+
+def tails(shape: tuple[int, ...], phase: float) -> Tensor:
+    """Return values that are spread like those of a logistic distribution. A sine has so many
+    values near its peak that another clip quantile hardly changes them."""
+    share = (0.7548776662 * np.arange(1, np.prod(shape) + 1) + phase) % 1
+    return torch.from_numpy(np.log(share / (1 - share))).float().view(shape)
 
 
 def summary(tensor: Tensor) -> str:
@@ -96,12 +104,16 @@ def quantization(script: ModuleType) -> Figures:
         "small_bf16": wave((16, 16), 8).bfloat16(), "step": torch.arange(3),
     }  # fmt: skip
     obj, statistics = script.quantize_state_dict_int8(weights)
+    with_tails = {"rows": tails((70, 1000), 0.1), "vector": tails((70_000,), 0.2)}
+    tailed, _ = script.quantize_state_dict_int8(with_tails)
     return {
         "quantizer's statistics": {name: str(count) for name, count in statistics.items()},
         "quantized": {name: sha256(t.numpy()) for name, t in obj["quantized"].items()},
         "scales": summaries(obj["scales"]),
         "kept": summaries(obj["passthrough"]),
         "restored": summaries(script.dequantize_state_dict_int8(obj)),
+        "values with tails": {name: sha256(t.numpy()) for name, t in tailed["quantized"].items()}
+        | {f"scales of {name}": summary(scale) for name, scale in tailed["scales"].items()},
     }
 
 
@@ -156,7 +168,12 @@ def differences(found: Figures, wanted: Figures) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
+    sys.path.append(str(REFERENCE.with_name("tools")))
+    from trained import existing_file, start_program
+
+    parser = start_program(__doc__)
+    parser.add_argument("script", type=existing_file, help="a train_gpt.py")
+    path = parser.parse_args().script
     sys.path.insert(0, str(path.parent))
     figures = compute(importlib.import_module(path.stem))
     print(json.dumps(figures, indent=1))

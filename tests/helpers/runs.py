@@ -45,6 +45,9 @@ class Lines(Log):
 FORKS = multiprocessing.get_context("forkserver")
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 FORKS.set_forkserver_preload(["torch._dynamo", HOOKS, "sentencepiece", "pytest"])
+if len(tempfile.gettempdir()) > 60:  # the path of the server's socket has at most 107 bytes
+    with patch.object(tempfile, "tempdir", "/tmp"):
+        multiprocessing.util.get_temp_dir()  # makes a folder, and keeps its name
 
 
 def free_port() -> int:

@@ -31,15 +31,18 @@ from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
-import anytime
-import ledger
-from jobs import Run, Side, train
-from logs import list_texts, read_run, read_script
-from trained import OWN, SCRIPT, check_picture, existing_file, files, load_script
+try:
+    import anytime
+    import ledger
+    import torch
+    from jobs import Run, Side, train
+    from logs import list_texts, read_run, read_script
+    from trained import OWN, SCRIPT, check_picture, existing_file, files, load_script
+except ModuleNotFoundError as error:
+    print(f"{error}: activate .venv, then pip install scipy", file=sys.stderr)
+    sys.exit(2)
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
@@ -150,7 +153,12 @@ def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace)
     side.script.prepare_demo(side.hp, Namespace(log=str))
     paths = [*sorted(Path(side.hp.data_path).glob("*.bin")), Path(side.hp.tokenizer_path)]
     data = {path.name: checksum(path) for path in paths if path.is_file()}
-    facts = [*side.facts, data, args.launch, torch.__version__]
+    num_gpus = 0 if side.hp.device == "cpu" else torch.cuda.device_count()
+    if not args.launch:  # that may start the run on another machine
+        side.device = "cuda" if num_gpus else "cpu"
+    # A CPU adds nothing, so that folders of older versions are found.
+    gpus = sorted({torch.cuda.get_device_name(i) for i in range(num_gpus)})
+    facts = [*side.facts, data, args.launch, torch.__version__, *gpus]
     side.folder = args.out / hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     for name in ("EVAL_STRIDE", "MAX_VAL_TOKENS"):
         side.scored[name] = getattr(side.hp, name.lower(), 0)
@@ -185,8 +193,6 @@ class Experiment:
             baseline, candidate = results = [run.result() for run in pair]
             if None in results:
                 return time.monotonic() > self.args.deadline
-            if baseline["val_loss"] == candidate["val_loss"]:
-                raise ValueError("the change does nothing: both sides end with the same loss")
             for first, run in zip(self.pairs[0], pair, strict=True):
                 if first is not run and first.result()["val_loss"] == run.result()["val_loss"]:
                     same = f"seeds {first.seed} and {run.seed} end with the same loss"
@@ -205,8 +211,12 @@ class Experiment:
             is_new = pair[0].process or pair[1].process
             if len(self.gains) == 1 and is_new and self.args.minutes < math.inf:
                 self.show_forecast()
-            if self.row["verdict"] != "not yet" and not self.args.seeds:
+            is_sure = self.row["verdict"] != "not yet" or self.gains == [0, 0]
+            if is_sure and not self.args.seeds:
                 break
+        if not any(self.gains):
+            problem = "the change does nothing: both sides of all pairs end with the same loss"
+            raise ValueError(f"{problem}. If it acts with other seeds, list them: --seeds")
         return True
 
     def gain(self, pair: tuple[Run, Run]) -> float:
@@ -224,7 +234,7 @@ class Experiment:
         print(f"three pairs, the fewest for a gain: about {minutes:.1f} minutes, {fits}")
 
     def judge(self) -> None:
-        """Write the verdict to the ledger, once there is a pair."""
+        """Write the verdict to the ledger, once a pair has a gain other than 0."""
         args, row = self.args, self.row
         mean = fmean(self.gains or [math.nan])
         low, high = anytime.interval(self.gains, args.alpha)
@@ -234,7 +244,8 @@ class Experiment:
         if judged := self.pairs[: len(self.gains)]:
             row["ms_per_step"] = f"{fmean(b.result()['ms_per_step'] for _, b in judged):.2f}"
             row["seeds"] = " ".join(str(run.seed) for run, _ in judged)
-            ledger.update(args.ledger, row, self.evidence)
+            if any(self.gains):
+                ledger.update(args.ledger, row, self.evidence)
 
     def evidence(self, seeds: list[int]) -> float:
         """Evidence of all finished pairs with these seeds, each counted once."""
@@ -261,7 +272,8 @@ class Experiment:
                 print(f"WARNING: the sides differ in {knob}: {old:g} and {new:g}")
         # Times can be compared if both runs of a pair were trained now.
         pairs = [(a, b) for a, b in self.pairs[: len(self.gains)] if a.process and b.process]
-        ratios = [b.result()["ms_per_step"] / a.result()["ms_per_step"] for a, b in pairs]
+        times = [(a.result()["ms_per_step"], b.result()["ms_per_step"]) for a, b in pairs]
+        ratios = [new / old for old, new in times if old > 0]  # ITERATIONS may be 0
         if ratios:
             limits = f"({min(ratios):.3f} to {max(ratios):.3f})"
             print(f"time of a step: {fmean(ratios):.3f} times the baseline's {limits}")
@@ -317,9 +329,15 @@ class Experiment:
 
 # ---- command line --------------------------------------------------------------------------------
 def lock_folder(args: Namespace) -> None:
-    """Keep other experiments out of the folder. Choose the number of runs at a time."""
+    """Keep other experiments out of the folder. Choose the number of runs at a time. Raises
+    ValueError if the folder has a user's files of our names."""
+    lock, data = args.out / "lock", args.out / "data"
+    if not (lock.is_file() and lock.stat().st_size == 0):  # it is not a folder of experiments
+        for path in (lock, data, args.ledger, args.out / "baseline.py", args.out / "candidate.py"):
+            if os.path.lexists(path):
+                raise ValueError(f"{path} is not a file of experiment.py: set another --out")
     args.out.mkdir(parents=True, exist_ok=True)
-    args.lock = open(args.out / "lock", "w")
+    args.lock = open(lock, "w")
     os.set_inheritable(args.lock.fileno(), True)
     try:
         fcntl.flock(args.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -327,10 +345,11 @@ def lock_folder(args: Namespace) -> None:
         raise ValueError(f"an experiment is running in {args.out}: wait, or set --out") from None
     except OSError as error:
         print(f"WARNING: {args.out} cannot be locked ({error}): start no second experiment there")
-    data = args.out / "data"  # where the script looks for the demo's builder
-    with suppress(OSError):  # there is a folder, or the disk has no links
-        data.unlink(missing_ok=True)  # perhaps a link of another checkout
-        data.symlink_to(SCRIPT.with_name("data"))
+    # The script looks for the demo's builder in data. A link may be that of another checkout.
+    if not (data.exists() and data.samefile(SCRIPT.with_name("data"))):
+        with suppress(OSError):  # there is a folder, or the disk has no links
+            data.unlink(missing_ok=True)
+            data.symlink_to(SCRIPT.with_name("data"))
     num_gpus = 0 if os.environ.get("DEVICE") == "cpu" else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
     args.gpus = [] if args.launch else visible.split(",")[:num_gpus]

@@ -26,6 +26,7 @@ class Side:
     variables: Sequence[str] = ()  # those of environ that decide a run
     facts: Sequence[Any] = ()  # what decides a run's loss, apart from the data
     scored: dict[str, Any] = field(default_factory=dict)  # what decides which tokens are scored
+    device: str = ""  # "cpu" or "cuda"; "": unknown
 
 
 @dataclass(eq=False)
@@ -45,14 +46,22 @@ class Run:
         return self.side.folder / str(self.seed)
 
     def result(self) -> dict[str, Any] | None:
-        """Return final_result.json with ms_per_step, or None without a finite score so far."""
+        """Return final_result.json with ms_per_step, or None without a finite score so far. Raises
+        ValueError if the file is damaged, or its run had another device."""
         path = self.folder / "final_result.json"
         facts = files.read_json(path) if path.is_file() else {}
-        loss = facts.get("val_loss")  # null if it was not finite
         is_over = self.process is None or self.process.returncode == 0
-        if not is_over or loss is None or not math.isfinite(loss):
-            return None
-        return {**facts, "ms_per_step": facts["train_ms"] / max(facts["steps"], 1)}
+        try:
+            loss = facts.get("val_loss")  # null if it was not finite
+            if not is_over or loss is None or not math.isfinite(min(loss, facts["val_bpb"])):
+                return None
+            facts["ms_per_step"] = facts["train_ms"] / max(facts["steps"], 1)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}): delete it") from None
+        device = str(facts.get("device"))[:4]  # "cuda:0"
+        if {device, self.side.device} == {"cpu", "cuda"}:
+            raise ValueError(f"{path} is of a run on {device}: delete it, or set another --out")
+        return facts
 
 
 def start(run: Run, running: list[Run], gpus: list[str]) -> None:

@@ -53,9 +53,10 @@ def update(path: Path, row: dict, evidence: Callable[[list[int]], float]) -> Non
     same = [old for old in change if old["first_seed"] == row["first_seed"]]
     # The first `pairs` seeds are those of the gain; then come others that the row has had.
     row["seeds"] = " ".join(map(str, dict.fromkeys(seeds_of([row, *same]))))
-    found = f"{evidence(seeds_of([row, *change])):.3g}"
+    seeds = [*dict.fromkeys(seeds_of([*change, row]))]
+    found = f"{evidence(seeds):.3g}"
     for each in (row, *change):
-        each["evidence"] = found
+        each |= {"evidence": found, "evidence_seeds": " ".join(map(str, seeds))}
     write(path, [*(old for old in rows if old not in same), row])
 
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# A log file begins with the script's source, which ends with a line of 100 "=". The first line that
-# a run prints is the path of its log. The log of the last start follows the last of these lines.
-START_LINE = r"^(?:={100}|(?:\S.*/)?logs/[^/\n]+\.txt)$"
+# A log file begins with the script's source, which ends with these two lines. The first line that a
+# run prints is the path of its log. The log of the last start follows the last of these lines.
+START_LINE = r"^(?:={100}\nRunning Python .*|(?:\S.*/)?logs/[^/\n]+\.txt)$"
 NUMBER = r"-?(?:\d+(?:\.\d+)?|nan|inf)"
 STEP_LINE = (  # two processes that write into one log may mangle it: then it does not match
     r"^step:(?!.*step:)(?P<steps>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>" + NUMBER + ") "
@@ -31,8 +31,12 @@ FACT_LINES = (
     r"(?P<score>\S+) val_loss:(?P<val_loss>\d+\.\d{8}) val_bpb:(?P<val_bpb>\d+\.\d{8})( .*)?$",
 )
 HEADER = b"\n" + 100 * b"=" + b"\nRunning Python "  # follows a script in a log
-# A script's first line, which no log line can be: a comment, import, docstring, byte order mark.
-SCRIPT_START = re.compile(rb"(?m)^(?:\xef\xbb\xbf|#|(?:import|from)\s|[rRuU]?[\"'])")
+# The size of that script. A header of an older version lacks it; a run that ended has the second.
+SCRIPT_BYTES = re.compile(rb"(?m)^(?:script_bytes:|Code size: )(\d+)")
+# A script's first line, which few log lines can be: a comment, import, docstring, byte order mark.
+FIRST = rb"(?:\xef\xbb\xbf|#|(?:import|from)\s|[rRuU]?[\"'])"
+SCRIPT_START = re.compile(rb"(?m)^" + FIRST)
+AFTER_LOG_LINE = re.compile(rb"(?m)^(?:\w+:\S|\w+ val_loss:|stopped: ).*\n(?=" + FIRST + rb")")
 OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # this project's
 
 
@@ -96,16 +100,24 @@ def read_script(path: Path) -> bytes:
     if a log has none, or one that this Python cannot parse."""
     if path.suffix == ".py":
         return path.read_bytes()
-    # The last header ends the script. Nothing marks its beginning: the file's first script begins
-    # the file, and a later one follows the log lines after the header before it. But that header
-    # may be text in the script: then what follows it does not parse.
-    before = path.read_bytes().rpartition(HEADER)[0]
+    data = path.read_bytes()
+    if HEADER not in data:  # another program may have changed the line ends
+        data = data.replace(b"\r\n", b"\n")
+    # The last header ends the script.
+    before, _, log = data.rpartition(HEADER)
     if not before.strip():
         raise ValueError(f"{path} has no script: name a script, or the logs/RUN_ID.txt of a run")
-    headers = reversed([*re.finditer(re.escape(HEADER), before)])
-    begins = [SCRIPT_START.search(before, header.end()) for header in headers]
+    begins = [max(len(before) - int(found[1]), 0) for found in [SCRIPT_BYTES.search(log)] if found]
+    begins = [begin for begin in begins if before[:begin][-1:] in (b"", b"\n")]
+    # Without the size nothing marks the beginning: the file's first script begins the file, and a
+    # later one follows the log lines after the header before it. But that header may be text in the
+    # script: then what follows it does not parse. A log line may look like a script's first line.
+    for header in reversed([*re.finditer(re.escape(HEADER), before)]):
+        if match := SCRIPT_START.search(before, header.end()):
+            begins.append(match.start())
+        begins += [match.end() for match in AFTER_LOG_LINE.finditer(before, header.end())]
     errors = []
-    for begin in [*(match.start() for match in begins if match), 0]:
+    for begin in [*begins, 0]:
         script = before[begin:]
         try:
             ast.parse(script, "script")

@@ -333,13 +333,12 @@ def run(args: Namespace) -> int:
     deadline, script = time.perf_counter() + 60 * args.minutes, trained.load_script(args.script)
     gpt, runtime = trained.open_model(script, args.model, {"COMPILE": "0"})
     split = open_split(script, gpt, runtime)
-    for line in runtime.log.waiting:
-        if "WARNING" in line:
-            print(line)
+    warnings = [line for line in runtime.log.waiting if "WARNING" in line]
+    print("\n".join(warnings), end="\n" * bool(warnings))
     case = Case(script, gpt, split, runtime, args.model, args.tokens, args.places, deadline)
     case.score(case.split[: case.hp.train_seq_len + 1])  # the first scoring is slower
     findings = judge(case)
-    print()
+    print("", *warnings, sep="\n")  # again, since a reader may see only the end
     for rule, (verdict, measured) in findings.items():
         line = f"{rule:28} {verdict:11} {measured}"
         print(textwrap.fill(line, 111, subsequent_indent=41 * " "))
@@ -362,8 +361,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("start it without torchrun: it is one process")
     try:
         return run(args)
-    except (Exception, SystemExit) as error:
-        if type(error).__name__ in ("InputError", "SystemExit"):
+    except SystemExit as error:
+        print(error, file=sys.stderr)
+    except Exception as error:
+        if type(error).__name__ == "InputError":
             error.__traceback__ = None  # the message is enough
         sys.excepthook(type(error), error, error.__traceback__)
     return 2

@@ -25,6 +25,8 @@ def generate(gpt: torch.nn.Module, ids: list[int], seq_len: int, args: Namespace
     for _ in range(args.tokens):
         logits = gpt.logits(torch.tensor([ids[-seq_len:]], device=device))[-1].cpu()
         probabilities = (logits / max(args.temperature, 1e-6)).softmax(dim=0)
+        if probabilities.isnan().any():
+            sys.exit(f"{args.model}: its predictions are not finite: its training diverged")
         ids.append(int(torch.multinomial(probabilities, 1, generator=random)))
         if ids[-1] == ids[0]:  # BOS: the next document
             break
@@ -43,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     script = load_script(args.script)
     try:
-        gpt, runtime = open_model(script, args.model, {"DTYPE": "fp32"})
+        gpt, runtime = open_model(script, args.model, {"DTYPE": "fp32"}, args.tokenizer)
     except script.InputError as error:
         sys.exit(str(error))
     hp = gpt.eval().hp
@@ -58,6 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"tokenizer: {error}: start in the folder of the run, or set --tokenizer")
     if tokenizer.vocab_size() != hp.vocab_size:
         sys.exit(f"the tokenizer does not have VOCAB_SIZE={hp.vocab_size} pieces: set --tokenizer")
+    if tokenizer.bos_id() < 0:
+        sys.exit("the tokenizer has no BOS, with which a document begins: set --tokenizer")
     prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # of any bytes
     ids = [tokenizer.bos_id(), *encode(tokenizer, prompt)]  # a document begins with BOS
     prompt_size = len(ids)

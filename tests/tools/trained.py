@@ -8,7 +8,7 @@ import sys
 import tempfile
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -93,8 +93,10 @@ def saved_facts(path: Path) -> dict[str, Any]:
         return {"knobs": dict(saved["knobs"])}
     result = path.with_name("final_result.json")
     try:
-        facts = dict(json.loads(result.read_bytes())) if result.is_file() else {}
-    except (ValueError, TypeError) as error:
+        facts = json.loads(result.read_bytes()) if result.is_file() else {}
+        for name in ("knobs", "crc32", "input_crc32"):
+            facts.get(name, {}).items()
+    except (AttributeError, ValueError) as error:
         sys.exit(f"{result} is damaged: {error!r}: delete it, and set the knobs yourself")
     checksums = facts.get("crc32")  # of the run's files
     if checksums and zlib.crc32(path.read_bytes()) not in checksums.values():
@@ -121,9 +123,27 @@ def decode(tokenizer: SentencePieceProcessor, ids: list[int]) -> str:
     return caseops.decode(text) if caseops.is_caseops(tokenizer) else text
 
 
-def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> tuple[Any, Any]:
+def compare_inputs(wanted: Mapping[str, int], hp: Any, tokenizer: Path) -> Iterator[str]:
+    """Yield a warning for each input that is not that of the run. wanted: the run's checksums."""
+    shards = [Path(path) for path in sorted(glob.glob(hp.files("val")))]
+    for name, knob, paths, start in (
+        ("tokenizer", "TOKENIZER_PATH", [tokenizer], 0),
+        ("val_tokens", "DATA_PATH", shards, files.HEADER_BYTES),
+    ):
+        paths = [path for path in paths if name in wanted and path.is_file()]
+        data = b"".join(path.read_bytes()[start:] for path in paths)
+        if paths and zlib.crc32(data) != wanted[name]:
+            noun = name.replace("val_", "validation ")
+            yield f"WARNING: {knob}: another {noun} than in the run: set it to that of the run"
+
+
+def open_model(
+    script: ModuleType, path: Path, defaults: Mapping[str, str], tokenizer: Path | None = None
+) -> tuple[Any, Any]:
     """Load a model of this script, with knobs from the environment, else from its run. Returns it
-    and a runtime whose log has the warnings. defaults: knobs that override those of the run."""
+    and a runtime whose log has the warnings. defaults: knobs that override those of the run.
+    tokenizer: in place of TOKENIZER_PATH."""
+    script.deserialize(path.read_bytes(), str(path))  # first: other files need no other advice
     facts = saved_facts(path)
     saved = facts.get("knobs", {})
     knobs = {name.upper(): as_text(value) for name, value in saved.items() if name not in OWN}
@@ -136,7 +156,6 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
     gpt = script.GPT(hp, runtime.dtype).to(runtime.device)
     log = Path(saved.get("output_dir", ""), "logs", f"{saved.get('run_id', 'RUN_ID')}.txt")
     data = runtime.from_rank_0(path.read_bytes)
-    script.deserialize(data, str(path))  # a damaged file needs no advice about scripts
     try:
         script.load_weights(gpt, data, str(path))
     except script.InputError as error:
@@ -144,8 +163,9 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
         differ = ", ".join(f"{k}={environ[k]} (its run: {knobs[k]})" for k in own) or "none"
         advice = f"--script {log} takes the script out of its log"
         raise script.InputError(f"{error}; knobs that differ: {differ}; {advice}") from None
-    unknown, size = unknown_knobs(script, knobs), len(runtime.source)
-    if unknown or size != facts.get("bytes_code", size):
+    unknown, inputs = unknown_knobs(script, knobs), facts.get("input_crc32", {})
+    size, crc = len(runtime.source), zlib.crc32(runtime.source)
+    if unknown or size != facts.get("bytes_code", size) or crc != inputs.get("script", crc):
         record = load_script(RECORD)
         is_record = unknown and not unknown_knobs(record, unknown)
         right = "tests/records/train_record.py" if is_record else log
@@ -154,6 +174,8 @@ def open_model(script: ModuleType, path: Path, defaults: Mapping[str, str]) -> t
         problem = " ".join(["lacks", *lacks]) if lacks else "is not that of the run"
         advice = f"use --script {right}, or the score may differ"
         runtime.log(f"WARNING: {advice}: this script {problem}")
+    for warning in compare_inputs(inputs, hp, tokenizer or Path(hp.tokenizer_path)):
+        runtime.log(warning)
     return gpt, runtime
 
 
