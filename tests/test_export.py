@@ -261,15 +261,15 @@ def test_runs_that_are_killed_at_their_end_lose_no_model(tmp_path, scored, monke
     assert number > 8  # three files move, five are written
 
 
-@pytest.mark.parametrize("function", ["train", "export"])
+@pytest.mark.parametrize("function", ["train", "serialize", "export"])
 def test_the_files_of_another_run_that_ends_in_the_same_folder_are_not_lost(
     tmp_path, scored, monkeypatch, function
 ):
-    """The other run ends while this one trains, or when it has written its weights."""
+    """The other run ends while this one trains, or writes its weights, or has written them."""
     source, environ = scored
 
     def end_another_run(*_: object) -> None:
-        train_gpt.move_older_files(Hyperparameters())
+        train_gpt.move_older_files(Hyperparameters(), None, MODEL, ARTIFACT, RESULT)
         shutil.copytree(source, tmp_path, dirs_exist_ok=True)
 
     call_before(monkeypatch, train_gpt, function, end_another_run)

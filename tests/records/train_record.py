@@ -5,11 +5,9 @@
     python tests/records/train_record.py --help               all knobs
 
 With no such knob it does what train_gpt.py does, on a CPU bit for bit. README.md explains them.
-A run: read the knobs, start the processes, build data, model and optimizers, warm up, train, then
-write the model, compress it and score what was compressed (`run` and `finish`).
+A run (see `run`): knobs, processes, data, model, optimizers, warm-up, training, export, scoring.
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
-Used before they are defined: a Runtime has this process's rank, device and log;
-its `gather` gives every rank the values of all; a Stopwatch counts training time, without pauses.
+Defined late: Runtime (rank, device, log; `gather` gives every rank the values of all), Stopwatch.
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
@@ -1873,7 +1871,7 @@ def run() -> int:
     log_settings(state.gpt, validation, runtime)
     load_checkpoint(state)
     runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
-    runtime.from_rank_0(lambda: move_older_files(hp))
+    runtime.from_rank_0(lambda: move_older_files(hp, None, *FINAL_FILES))
     warm_up(state)
     signum = train(state, validation)
     if signum > 0:
@@ -2257,7 +2255,7 @@ def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
     load_model(gpt, weights, name)
 
 
-def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
+def write_file(path: Path, data: bytes, log: Log, before: Callable = lambda: None) -> bool:
     """Write a temporary file and rename it. If that fails, log a warning and return False."""
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
@@ -2270,6 +2268,7 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
                     raise  # those are of file systems without fsync
+        before()
         os.replace(temporary, path)
         return True
     except OSError as error:
@@ -2279,13 +2278,11 @@ def write_file(path: Path, data: bytes, log: Callable[[str], None]) -> bool:
         return False
 
 
-def move_older_files(hp: Hyperparameters, names: tuple[str, ...] = FINAL_FILES) -> None:
-    """Move older files to previous/TIME, the time of the newest. Nothing is ever replaced."""
+def move_older_files(hp: Hyperparameters, log: Log | None, *names: str) -> None:
+    """Move files to previous/TIME, of the newest; replace none. With a log, only warn."""
     files = filter(Path.is_file, (Path(hp.output_dir, name) for name in names))
     files = sorted(files, key=os.path.getmtime)
-    if not files:
-        return
-    newest = time.localtime(os.path.getmtime(files[-1]))
+    newest = time.localtime(max(map(os.path.getmtime, files), default=0))
     folder = Path(hp.output_dir, "previous", time.strftime("%y%m%d-%H%M%S", newest))
     while any((folder / file.name).exists() for file in files):
         folder = folder.with_name(f"{folder.name}+")
@@ -2293,7 +2290,10 @@ def move_older_files(hp: Hyperparameters, names: tuple[str, ...] = FINAL_FILES) 
         for file in files:  # the newest last: after a cut, the rest goes into the same folder
             os.renames(file, folder / file.name)
     except OSError as error:
-        raise InputError(f"{file} cannot be moved to {folder}: {error.strerror}") from None
+        problem = f"{file} cannot be moved to {folder}: {error.strerror}"
+        if log is None:
+            raise InputError(problem) from None
+        log(f"WARNING: {problem}")
 
 
 def write_result(state: TrainingState, scores: dict[str, float]) -> list[str]:
@@ -2317,23 +2317,22 @@ def write_result(state: TrainingState, scores: dict[str, float]) -> list[str]:
     return [str(Path(hp.output_dir, name)) for name in names]
 
 
-def write_final(state: TrainingState, name: str, data: bytes, older: tuple[str, ...]) -> None:
-    """Write a model file, once the older files of another run are moved."""
-    try:
-        move_older_files(state.hp, older)  # of a run that has ended since
-    except InputError as error:
-        state.runtime.log(f"WARNING: {error}")
+def write_final(state: TrainingState, name: str, data: bytes) -> None:
+    """Write a model file. If another run in this folder has just written its own, that moves."""
+    hp, log = state.hp, state.runtime.log
     state.outputs[name] = binascii.crc32(data)
     write_result(state, {})  # first, so that no model is without its knobs and checksum
-    if not write_file(Path(state.hp.output_dir, name), data, state.runtime.log):
+    path = Path(hp.output_dir, name)
+    if not write_file(path, data, log, before=lambda: move_older_files(hp, log, name)):
         del state.outputs[name]
 
 
 def write_model(state: TrainingState) -> tuple[bytes, str]:
     """Write the weights, then the artifact. Returns it, and the log's lines about sizes."""
-    write_final(state, WEIGHTS, serialize(state.gpt.state_dict()), older=FINAL_FILES)
+    move_older_files(state.hp, state.runtime.log, *FINAL_FILES)  # of a run that has ended since
+    write_final(state, WEIGHTS, serialize(state.gpt.state_dict()))
     artifact, report, state.gptq_ms = export(state.gpt, state.hp, state.runtime)
-    write_final(state, ARTIFACT, artifact, older=(ARTIFACT,))
+    write_final(state, ARTIFACT, artifact)
     return artifact, report
 
 
