@@ -82,7 +82,7 @@ def score_knobs(tmp_path, quantized_knobs) -> dict[str, str]:
 
 def copy_result(run: Path, folder: Path, knobs: dict[str, object], **changes) -> None:
     """Copy the result of a run without checksums, with further knobs and other changes."""
-    result = {**json.loads((run / RESULT).read_bytes()), "crc32": {}, **changes}
+    result = json.loads((run / RESULT).read_bytes()) | {"crc32": {}, "input_crc32": {}, **changes}
     result["knobs"] |= knobs
     (folder / RESULT).write_text(json.dumps(result))
 
