@@ -40,7 +40,7 @@ import train_gpt
 def measure(
     steps: dict[str, Callable], seconds: float, runtime: train_gpt.Runtime
 ) -> dict[str, list[float]]:
-    """Return the milliseconds of each step, sorted. Two rounds of warm-up, in which the steps take
+    """Return the milliseconds of each step. Two rounds of warm-up, in which the steps take
     turns, precede those that count, which take at least this many seconds in all."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     synchronize = torch.get_device_module(runtime.device).synchronize
@@ -58,14 +58,15 @@ def measure(
     take_turns()
     while runtime.from_rank_0(lambda: time.perf_counter() < end):  # all ranks stop together
         take_turns()
-    return {name: sorted(values[2:]) for name, values in times.items()}
+    return {name: values[2:] for name, values in times.items()}
 
 
-def format_times(name: str, times: list[float], tokens: int) -> str:
-    """Median, minimum and maximum of a step's milliseconds, and its tokens per second."""
-    ms = median(times)
-    limits = f"({times[0]:.1f} to {times[-1]:.1f})"
-    return f"{name:8} {ms:9.1f} ms/step {limits} {1000 * tokens / ms:9.0f} tokens/s"
+def format_spread(values: list[float]) -> str:
+    return f"{median(values):.5g} ({min(values):.5g} to {max(values):.5g})"
+
+
+def format_times(times: list[float], tokens: int) -> str:
+    return f"{format_spread(times)} ms/step, {1000 * tokens / median(times):.0f} tokens/s"
 
 
 def peak_memory(device: torch.device) -> int:
@@ -76,44 +77,24 @@ def peak_memory(device: torch.device) -> int:
     return peak >> (20 if sys.platform == "darwin" else 10)  # Linux counts KiB
 
 
+CARD = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+
+
 def ask_nvidia_smi(fields: str, meanwhile: Callable = lambda: time.sleep(0.1)) -> str:
-    """Return nvidia-smi's answer, or why there is none. With a broken driver it hangs, and cannot
-    be killed. meanwhile: repeated until it answers, since an idle card says nothing of a busy one.
-    """
+    """Return nvidia-smi's answer, or why there is none: with a broken driver it hangs. Until it
+    answers, meanwhile is repeated, since an idle card says nothing of a busy one."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         process = Popen(command, stdout=PIPE, stderr=STDOUT)
     except OSError as error:
-        return f"no nvidia-smi ({error.strerror})"
-    end = time.monotonic() + 10
-    while process.poll() is None:
-        if time.monotonic() > end:
-            process.kill()
-            return "nvidia-smi did not answer within ten seconds"
+        return f"no nvidia-smi: {error.strerror}"
+    end = time.monotonic() + 5
+    while process.poll() is None and time.monotonic() < end:
         meanwhile()
-    return process.stdout.read().decode(errors="replace").strip()
-
-
-# Bits of NVML's nvmlClocksEventReasons, as nvidia-smi prints them.
-REASONS = {
-    0x4: "power limit", 0x8: "hardware", 0x20: "temperature", 0x40: "temperature (hardware)",
-    0x80: "power brake",
-}  # fmt: skip
-
-
-def describe_cards(meanwhile: Callable) -> str:
-    """Clock, power, degrees Celsius of each GPU while a job runs, and what slows the clock down."""
-
-    def decode(bits: re.Match) -> str:
-        reasons = [name for bit, name in REASONS.items() if int(bits[0], 16) & bit]
-        return f"slowed by {' and '.join(reasons) or 'nothing'}"
-
-    for word in ("event", "throttle"):  # before driver 535
-        fields = f"index,clocks.sm,power.draw,temperature.gpu,clocks_{word}_reasons.active"
-        answer = ask_nvidia_smi(fields, meanwhile)
-        if "not a valid field" not in answer:
-            break
-    return "; ".join(re.sub("0x[0-9a-fA-F]+", decode, answer).splitlines())
+    if process.returncode is None:
+        process.kill()
+        return "nvidia-smi did not answer within five seconds"
+    return "; ".join(process.stdout.read().decode(errors="replace").splitlines())
 
 
 def make_product(runtime: train_gpt.Runtime) -> tuple[Callable, int]:
@@ -196,8 +177,7 @@ def bench_slots(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_g
         state = train_gpt.TrainingState(replace(hp, batch_slots=slots), runtime)
         steps[slots] = partial(train_gpt.train_step, state)
     for slots, times in measure(steps, args.seconds * len(steps), runtime).items():
-        line = format_times(f"slots:{slots}", times, hp.train_batch_tokens)
-        print(f"{line} {memory[slots]:>10}")
+        print(f"slots:{slots:<3} {format_times(times, hp.train_batch_tokens)}, {memory[slots]}")
 
 
 def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> None:
@@ -210,14 +190,14 @@ def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gp
     steps = {"trainer": partial(train_gpt.train_step, state)}
     for _ in range(2):  # the first one makes the optimizers' state
         steps["trainer"]()
-    report(f"memory   {peak_memory(runtime.device):9} MiB at the trainer's peak")
+    report(f"memory   {peak_memory(runtime.device)} MiB at the trainer's peak")
     if not args.alone:
         steps["plain"] = plain_steps(state)
     # One rank alone cannot take a step.
-    meanwhile = {"meanwhile": steps["trainer"]} if runtime.world_size == 1 else {}
-    report(f"before   {runtime.from_rank_0(partial(describe_cards, **meanwhile))}")
+    busy = steps["trainer"] if runtime.world_size == 1 else partial(time.sleep, 0.1)
+    report(f"before   {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
     times = measure(steps, args.seconds * len(steps), runtime)
-    report(f"after    {runtime.from_rank_0(partial(describe_cards, **meanwhile))}")
+    report(f"after    {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
     flops = {k: n * hp.train_batch_tokens for k, n in model_flops(state.gpt).items()}
     if args.kernels and runtime.device.type == "cuda":
         product, size = make_product(runtime)
@@ -226,11 +206,11 @@ def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gp
         for line in list_kernels(profile_kernels(steps["trainer"]), flops_ms):
             report(line)
     for name, values in times.items():
-        report(format_times(name, values, hp.train_batch_tokens))
+        report(f"{name:8} {format_times(values, hp.train_batch_tokens)}")
     rate = sum(flops.values()) / median(times["trainer"]) / 1e9
-    report(f"model    {rate:9.2f} TFLOP/s, with 6 N + 6 L T D FLOPs per token")
+    report(f"model    {rate:.2f} TFLOP/s, with 6 N + 6 L T D FLOPs per token")
     if not args.alone:
-        report(f"ratio    {median(times['plain']) / median(times['trainer']):9.2f}x")
+        report(f"ratio    {median(times['plain']) / median(times['trainer']):.2f}x")
 
 
 def main() -> int:
