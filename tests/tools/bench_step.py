@@ -16,11 +16,10 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from subprocess import PIPE, STDOUT, Popen, run
+from subprocess import PIPE, STDOUT, Popen, check_output
 
 import numpy as np
 import torch
@@ -166,16 +165,12 @@ def plain_steps(state: train_gpt.TrainingState) -> Callable[[], float]:
 def bench_slots(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> None:
     """Print the time of a step for each number of slots, and its memory in a process of its own."""
     steps, memory = {}, {}
-    for slots in args.slots:  # first, as a process's peak is at least that of its parent
-        command = [sys.executable, __file__, "--alone", "--seconds", "0"]
-        environ = {**os.environ, "BATCH_SLOTS": str(slots)}
-        child = run(command, env=environ, capture_output=True, text=True)
-        if child.returncode:
-            sys.exit(f"BATCH_SLOTS={slots}: {child.stderr}")
-        memory[slots] = re.search(r"^memory +(\d+ MiB)", child.stdout, re.M)[1]
     for slots in args.slots:
-        state = train_gpt.TrainingState(replace(hp, batch_slots=slots), runtime)
-        steps[slots] = partial(train_gpt.train_step, state)
+        environ = {**os.environ, "DATA_PATH": hp.data_path, "BATCH_SLOTS": str(slots)}
+        hp = train_gpt.Hyperparameters.from_env(environ)
+        steps[slots] = partial(train_gpt.train_step, train_gpt.TrainingState(hp, runtime))
+        command = [sys.executable, __file__, "--alone", "--seconds", "0"]
+        memory[slots] = re.search(r"\d+ MiB", check_output(command, env=environ, text=True))[0]
     for slots, times in measure(steps, args.seconds * len(steps), runtime).items():
         print(f"slots:{slots:<3} {format_times(times, hp.train_batch_tokens)}, {memory[slots]}")
 

@@ -230,10 +230,9 @@ def draw_curves(axes: Axes, groups: list[Group], colors: list[str], unit: str) -
     axes.set(title=title, xlabel="step", ylabel=f"loss in {unit}", ylim=(low, high))
     axes.grid(alpha=0.3)
     val = groups[0].runs[0].val if len(groups) == len(groups[0].runs) == 1 else {}
+    style = {"textcoords": "offset points", "arrowprops": {"arrowstyle": "-", "color": "gray"}}
     for step in sorted(val)[:1] + sorted(val)[1:][-1:]:  # the first and the last
-        place = (30, -3) if step == min(val) else (-90, 30)
-        style = {"xytext": place, "textcoords": "offset points"}
-        style |= {"fontsize": "small", "arrowprops": {"arrowstyle": "-", "color": "gray"}}
+        style |= {"xytext": (30, -3) if step == min(val) else (-90, 30), "fontsize": "small"}
         axes.annotate(f"validation: {val[step]:.4f}", (step, val[step]), **style)
 
 
@@ -247,29 +246,28 @@ def has_seeds(runs: list[Run]) -> bool:
 
 
 def draw_scores(axes: Axes, groups: list[Group], colors: list[str], unit: str) -> None:
-    """Draw the final losses of two sides, whose pairs are joined by lines, or of runs. Each dot has
-    its seed, or the number of its run."""
+    """Draw the final losses, a dot with a label for each run. Lines join the pairs of two sides."""
     figure, columns = anytime.SCORES[unit], []
     for x, (group, color) in enumerate(zip(groups, colors, strict=True)):
         losses = group.values(figure)
         axes.plot([x] * len(losses), losses, "o", color=color)
         columns.append(f"{group.name}{format_spread(losses)}")
-        left = -1 if group.name == "baseline" else 1
+        side = -1 if group.name == "baseline" else 1
         # Dots may be close: every other label is farther away.
         for i, run in enumerate(sorted(group.finished, key=lambda run: run.figures[figure])):
-            style = {"xytext": (left * (6 + 14 * (i % 2)), 0), "textcoords": "offset points"}
-            style |= {"ha": "right" if left < 0 else "left", "va": "center", "fontsize": "small"}
-            label = group.label or run.facts.get("seed") or ""
-            axes.annotate(label, (x, run.figures[figure]), **style)
+            place, label = (x, run.figures[figure]), group.label or run.facts.get("seed") or ""
+            style = {"xytext": (side * (6 + 14 * (i % 2)), 0), "textcoords": "offset points"}
+            style |= {"ha": "right" if side < 0 else "left", "va": "center", "fontsize": "small"}
+            axes.annotate(label, place, **style)
     if groups[0].name == "baseline":
         axes.set_xticks(range(len(groups)), columns)
-        for pair in pair_by_seed([groups[0].finished, groups[-1].finished]):
+        for pair in pair_by_seed([group.finished for group in groups]) if len(groups) == 2 else ():
             losses = [run.figures[figure] for run in pair]
             axes.plot([0, 1], losses, color="gray", linewidth=0.8, zorder=0)
     else:
         runs = [run for group in groups for run in group.finished]
-        spread = format_spread([run.figures[figure] for run in runs])
-        axes.set(xticks=[], xlabel=spread.strip() if has_seeds(runs) else "")
+        spread = format_spread([run.figures[figure] for run in runs]).strip()
+        axes.set(xticks=[], xlabel=spread if has_seeds(runs) else "")
     axes.set(title=f"final losses in {unit}", xlim=(-0.8, len(groups) - 0.2))
     axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(alpha=0.3)
@@ -294,8 +292,7 @@ def draw(groups: list[Group]) -> Figure:
         for number, run in enumerate(runs, 1):
             label = run.facts["seed"] if has_seeds(runs) else str(number)
             score = "" if run.unfinished else f": {run.figures['val_bpb']:.4f}"
-            name = f"{label}, {short_name(run.path, folder)}{score}"
-            groups.append(Group(name, [run], label))
+            groups.append(Group(f"{label}, {short_name(run.path, folder)}{score}", [run], label))
         kind = "seed" if has_seeds(runs) else "number"
         legend |= {"title": f"{kind}, log: score in bits per byte", "title_fontsize": "small"}
     colors = [*map(to_hex, colormaps["turbo"](np.linspace(0.1, 0.9, len(groups))))]
