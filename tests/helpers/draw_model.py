@@ -1,6 +1,6 @@
 """Draw the model for README.md: the demo's four blocks, and the inside of one.
 
-python tests/helpers/draw_model.py tests/tools/model.svg"""
+python tests/helpers/draw_model.py tests/pictures/model.svg"""
 
 import sys
 from pathlib import Path
