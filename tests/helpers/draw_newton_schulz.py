@@ -15,7 +15,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
 
-from demo_curve import Figure, new_figure, save  # noqa: E402
+from demo_curve import Figure  # noqa: E402  (with its style)
 
 import train_gpt  # noqa: E402
 
@@ -36,7 +36,7 @@ def read_gradient(steps: int) -> Tensor:
 
 def draw(gradient: Tensor) -> Figure:
     """Draw the singular values, largest first."""
-    figure = new_figure()
+    figure = Figure()
     axes = figure.add_subplot(yscale="log", xlabel="singular values, largest first")
     for iterations, (name, color) in CURVES.items():
         result = train_gpt.newton_schulz(gradient[None], iterations)[0]
@@ -52,4 +52,4 @@ def draw(gradient: Tensor) -> Figure:
 
 
 if __name__ == "__main__":
-    save(draw(read_gradient(steps=20)), Path(sys.argv[1]))
+    draw(read_gradient(steps=20)).savefig(sys.argv[1], metadata={"Date": None})

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
 
-from demo_curve import Figure, new_figure, save  # noqa: E402
+from demo_curve import Figure  # noqa: E402  (with its style)
 
 from train_gpt import Hyperparameters, lr_factor, muon_momentum  # noqa: E402
 
@@ -22,7 +22,7 @@ RUNS = [
 
 
 def draw() -> Figure:
-    figure = new_figure()
+    figure = Figure()
     for place, (preset, title, steps, ms) in enumerate(RUNS, 1):
         hp = Hyperparameters.from_env({"PRESET": preset})
         factors = [lr_factor(hp, step, step * ms) for step in range(steps + 1)]
@@ -36,4 +36,4 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    save(draw(), Path(sys.argv[1]))
+    draw().savefig(sys.argv[1], metadata={"Date": None})

@@ -25,16 +25,7 @@ from trained import existing_file, files, start_program
 # Text stays text, with one font name; the file is the same each time.
 rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.sans-serif": "DejaVu Sans"})
 rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium"})
-
-
-def new_figure() -> Figure:
-    """Return a figure on white, for a dark page, too."""
-    return Figure(figsize=(7.2, 3.2), layout="constrained", facecolor="white")
-
-
-def save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+rcParams.update({"figure.figsize": (7.2, 3.2), "figure.constrained_layout.use": True})
 
 
 def main() -> None:
@@ -53,7 +44,7 @@ def main() -> None:
     texts = (val, train, train + val)
     sizes = [len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) for text in texts]
     alone, after = (8 * size / len(val) for size in (sizes[0], sizes[2] - sizes[1]))
-    figure = new_figure()
+    figure = Figure()
     axes = figure.add_subplot(title="The demo's score on text that it has not seen")
     axes.plot(steps, bpb, linewidth=2, marker="o", markersize=4)
     above = {"xytext": (0, 5), "textcoords": "offset points", "va": "bottom", "ha": "right"}
@@ -66,7 +57,8 @@ def main() -> None:
         axes.annotate(label, (steps[-1], value), color="dimgray", **style)
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(1.5, max(bpb) + 0.1))
-    save(figure, args.picture)
+    args.picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.picture, metadata={"Date": None})
 
 
 if __name__ == "__main__":
