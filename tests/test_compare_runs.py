@@ -315,7 +315,8 @@ def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
 
 def test_neither_a_backend_nor_a_traceback(tmp_path):
     """A notebook's MPLBACKEND may be missing in this environment, and so may matplotlib."""
-    environ = {"MPLBACKEND": "module://missing", "PATH": os.environ["PATH"]}
+    backend = "module://matplotlib_inline.backend_inline"
+    environ = {"MPLBACKEND": backend, "PATH": os.environ["PATH"]}
     without = "import sys; sys.modules['matplotlib'] = None; import compare_runs"
     folder = Path(compare_runs.__file__).parent
     for program, code, words in (("import compare_runs", 0, ""), (without, 1, "pip install scipy")):
