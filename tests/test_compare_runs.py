@@ -2,12 +2,13 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import compare_runs
 import pytest
-from logs import read_run, read_script
+from logs import HEADER, read_run, read_script
 from runs import ROOT, scores
 
 # A script that has lines like those of a log.
@@ -234,11 +235,13 @@ def test_two_tokenizers_are_compared_in_bits_per_byte(tmp_path, capsys):
 
 def test_without_arguments_the_newest_log_is_drawn(tmp_path, capsys, monkeypatch):
     """The run may still be training, and its name may have letters that the terminal lacks. Logs of
-    score.py are ignored."""
+    score.py are ignored; a script may have a line that looks like theirs."""
     sys.stdout.reconfigure(encoding="ascii")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
-    logs = ("n\xe9w", 2e9, HEAD + START), ("old", 1e9, LOG), ("scored", 3e9, LOG + "score:x.pt\n")
+    script = f"x = 0\nscore: int = 0{HEADER.decode()}3.1\n"
+    new, scored = f"{script}{HEAD}{START}", f"{script}{LOG}score:x.pt\n"
+    logs = ("n\xe9w", 2e9, new), ("old", 1e9, LOG), ("scored", 3e9, scored)
     for name, time, text in logs:
         (tmp_path / "logs" / f"{name}.txt").write_text(text)
         os.utime(tmp_path / "logs" / f"{name}.txt", (time, time))
@@ -248,19 +251,35 @@ def test_without_arguments_the_newest_log_is_drawn(tmp_path, capsys, monkeypatch
 
 
 def test_the_picture_of_logs(tmp_path, capsys, monkeypatch):
-    """Best score first. matplotlib takes text between dollars for TeX, and a user's matplotlibrc
-    may ask for TeX. The losses of a long run's first steps are above the picture."""
+    """In the order of seeds. matplotlib takes text between dollars for TeX, and a user's
+    matplotlibrc may ask for TeX. The losses of a long run's first steps are above the picture."""
     monkeypatch.chdir(tmp_path)
-    for i, name in enumerate(("$x^{_$", "_b")):
-        text = LOG.replace("step:18/20", "step:300/300").replace("1.98197144", f"1.98{i:02}1144")
-        Path(f"{name}.txt").write_text(text)
+    names = "$x^{_$.txt", "_b.txt", f"{99 * 'y'}.txt"
+    for seed, name in zip((10, 9, 8), names, strict=True):
+        text = LOG.replace("step:18/20", "step:300/300").replace("seed:42", f"seed:{seed}")
+        Path(name).write_text(text.replace("3.52821744", f"3.5{seed:02}00000"))
     compare_runs.rcParams["text.usetex"] = True
-    assert compare(capsys, "_b.txt", "$x^{_$.txt", "--picture=a.svg")[0] == 0
-    runs = [read_run(Path(name)) for name in ("_b.txt", "$x^{_$.txt")]
+    assert compare(capsys, *names, "--picture=a.svg")[0] == 0
+    runs = [read_run(Path(name)) for name in names]
     figure = compare_runs.draw([compare_runs.Group("runs", runs)])
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert shown == ["$x^{_$: 1.9800", "_b: 1.9801"]
-    assert figure.axes[0].get_ylim()[1] < 6.9
+    long = f"8, {28 * 'y'} … {28 * 'y'}: 1.9820"
+    assert shown == [long, "9, _b: 1.9820", "10, $x^{_$: 1.9820"]
+    losses, finals = figure.axes[0], figure.axes[2]
+    assert losses.get_ylim()[1] < 6.9
+    assert [text.get_text() for text in finals.texts] == ["8", "9", "10"]
+    assert finals.get_xlabel() == "standard\ndeviation\n0.0010"
+    runs[0].facts["seed"] = "9"  # two runs of one seed: labels are numbers, a spread means nothing
+    finals = compare_runs.draw([compare_runs.Group("runs", runs)]).axes[2]
+    assert [text.get_text() for text in finals.texts] == ["1", "2", "3"]
+    assert finals.get_xlabel() == ""
+
+
+def test_the_picture_of_one_log_names_the_validation(tmp_path):
+    (tmp_path / "a.txt").write_text(LOG)
+    group = compare_runs.Group("runs", [read_run(tmp_path / "a.txt")])
+    texts = [text.get_text() for text in compare_runs.draw([group]).axes[0].texts]
+    assert texts == ["validation: 6.9316", "validation: 3.7829"]
 
 
 def test_the_picture_of_two_sides(tmp_path):
@@ -275,6 +294,9 @@ def test_the_picture_of_two_sides(tmp_path):
     assert ends.count((10, 18, 5.639, 3.7829)) == 7
     pairs = [[*pair] for pair in zip(BASELINE, CANDIDATE, strict=False)]
     assert [[*line.get_ydata()] for line in finals.lines] == [BASELINE, CANDIDATE, *pairs]
+    assert [text.get_text() for text in finals.texts] == [*"2031102"]  # seeds, lowest loss first
+    columns = [text.get_text() for text in finals.get_xticklabels()]
+    assert columns[0] == "baseline\nstandard\ndeviation\n0.0026" and "candidate\n" in columns[1]
 
 
 def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
@@ -297,3 +319,16 @@ def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
     for by, code in ("--by=0", 3), ("--by=1", 1):
         ended, out = compare(capsys, *sides, "--picture=b.svg", by)
         assert ended == code and "nothing to draw" in out
+
+
+def test_neither_a_backend_nor_a_traceback(tmp_path):
+    """A notebook's MPLBACKEND may be missing in this environment, and so may matplotlib."""
+    backend = "module://matplotlib_inline.backend_inline"
+    environ = {"MPLBACKEND": backend, "PATH": os.environ["PATH"]}
+    without = "import sys; sys.modules['matplotlib'] = None; import compare_runs"
+    folder = Path(compare_runs.__file__).parent
+    for program, code, words in (("import compare_runs", 0, ""), (without, 1, "pip install scipy")):
+        command = [sys.executable, "-c", program]
+        result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+        assert result.returncode == code and words in result.stderr
+        assert "Traceback" not in result.stderr

@@ -29,9 +29,11 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
         ("hangs", 0, ["-c", "import time; time.sleep(60)"], "", 1),
         ("works", 60, ["-c", program], "SEED=7", 2),
     ]
-    ends = [end for _, end, *_ in [*gpu_report.PARTS[:-1], *gpu_report.REFERENCE_PARTS]]
-    assert ends == sorted(ends) and ends[-1] <= gpu_report.PARTS[-1][1] < 600
+    for more in (gpu_report.DEMO_PARTS, gpu_report.REFERENCE_PARTS):
+        ends = [end for _, end, *_ in gpu_report.PARTS + more]
+        assert ends == sorted(ends) and ends[-1] < 600
     monkeypatch.setattr(gpu_report, "PARTS", parts)
+    monkeypatch.setattr(gpu_report, "DEMO_PARTS", [])
     knobs = {"DEVICE": "cpu", "ITERATIONS": "30"}
     result = run_here(tmp_path, knobs, PROGRAM)
     assert result.returncode == 2 and "no GPU here, or DEVICE=cpu: --tiny" in result.stderr
@@ -57,7 +59,7 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "attention_backends", train_gpt.attention_backends)
     monkeypatch.setattr(gpu_report, "run", run)
-    parts = [gpu_report.PARTS[-1], *gpu_report.REFERENCE_PARTS]  # the tests, too
+    parts = gpu_report.DEMO_PARTS + gpu_report.REFERENCE_PARTS
     monkeypatch.setattr(gpu_report, "REFERENCE_PARTS", parts)
     folder = tmp_path / "with a space"
     folder.mkdir()
@@ -67,8 +69,11 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     assert result.returncode == 0, result.stdout
     rows = read_report(tmp_path)
     assert not [row for row in rows.values() if row.startswith("FAILED")]
-    _, first, *steps, _, _, here, seed, tests, _, _, both = rows.values()
-    assert re.search(r"^cpu .*<br>plain .*<br>ratio .*\dx$", first)
+    rates, first, *steps, seed, _, _, here, tests, _, _, both = rows.values()
+    spread = r"[\d.e+-]+ \([\d.e+-]+ to [\d.e+-]+\)"
+    assert re.search(f"<br>after: no nvidia-smi.*<br>{spread} TFLOP/s.*<br>{spread} TB/s", rates)
+    spread = rf"{spread} ms/step, \d+ tokens/s"
+    assert re.search(rf"^cpu .*<br>before .*<br>plain +{spread}<br>.*<br>ratio .*\dx$", first)
     slots = [re.match(r"cpu torch.float32 slots:(\d) .*TFLOP/s, ", row)[1] for row in steps]
     assert slots == ["4", "2", "1", "1"]
     for pair in (here, both):
@@ -78,9 +83,26 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     assert " skipped" in tests
 
 
+def test_nvidia_smi_may_hang_and_say_anything(tmp_path, monkeypatch):
+    """Until it answers, the job that it measures goes on."""
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    calls = []
+    for text, answer in [
+        ("printf '1980 MHz, \\377 W\\n\\n2 MHz\\n'; sleep 0.3", "1980 MHz, \ufffd W; ; 2 MHz"),
+        ("echo no >&2; exit 9", "no"),
+        ("exec sleep 60", "nvidia-smi did not answer within five seconds"),
+    ]:
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+        assert bench_step.ask_nvidia_smi("name", lambda: calls.append(1)) == answer
+    assert calls
+
+
 def test_kernels_count_in_the_class_that_their_names_tell():
     """Templates of FlashAttention have CUTLASS's name, too, and sums of split products a sum's."""
     names = {
+        "exchanges between GPUs": ["ncclDevKernel_AllReduce_Sum_f32_RING_LL"],
         "attention": ["cudnn_generated_native_sdpa_sm90_flash_bprop", "flash_bwd<cutlass>"],
         "matrix products": ["nvjet_tst_128x256", "cublasLt::splitKreduce_kernel", "sm80_xmma_gemm"],
         "elementwise": ["triton_red_fused_add_mul_0", "at::native::vectorized_elementwise_kernel"],
@@ -88,12 +110,13 @@ def test_kernels_count_in_the_class_that_their_names_tell():
     }
     kernels = [(i + 1, 7, name) for i, group in enumerate(names.values()) for name in group]
     lines = bench_step.list_kernels(kernels, {"attention": 0.5, "matrix products": 3})
-    assert lines[0] == f"     4.00 ms     7 x `{names['the rest'][0]}`"
+    assert lines[0] == f"     5.00 ms     7 x `{names['the rest'][0]}`"
     assert lines[10:] == [
-        "     2.00 ms   5.9 % attention; at a large product's rate 0.50 ms",
-        "     6.00 ms  17.6 % matrix products; at a large product's rate 3.00 ms",
-        "     6.00 ms  17.6 % elementwise",
-        "    20.00 ms  58.8 % the rest",
+        "     1.00 ms   2.1 % exchanges between GPUs",
+        "     4.00 ms   8.5 % attention; at a large product's rate 0.50 ms",
+        "     9.00 ms  19.1 % matrix products; at a large product's rate 3.00 ms",
+        "     8.00 ms  17.0 % elementwise",
+        "    25.00 ms  53.2 % the rest",
     ]
 
 

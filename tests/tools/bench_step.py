@@ -1,19 +1,25 @@
 """Time the trainer's optimizer step against the plain implementation in tests/helpers/plain.py.
 
-    PRESET=demo python tests/tools/bench_step.py [--rounds 15]
+    PRESET=demo python tests/tools/bench_step.py
     torchrun --standalone --nproc_per_node=2 tests/tools/bench_step.py
+    PRESET=demo python tests/tools/bench_step.py --slots 1 2 4 8 16 48
 
 Knobs come from the environment. Both sides get the same weights, random tokens and dtype, and take
-turns, so that other load on the machine slows both. The last line, the ratio, is the result."""
+turns, so that other load on the machine slows both. The last line, the ratio, is the result. With
+--slots, steps with these values of BATCH_SLOTS take turns."""
 
 import os
 import re
-import statistics
+import resource
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
+from subprocess import PIPE, STDOUT, Popen, check_output
 
 import numpy as np
 import torch
@@ -30,25 +36,71 @@ from files import number, start_program, write_shard
 import train_gpt
 
 
-def measure(steps: dict[str, Callable], rounds: int, device: torch.device) -> dict[str, float]:
-    """Return the median milliseconds of each step. They take turns, after two rounds of warm-up."""
+def measure(
+    steps: dict[str, Callable], seconds: float, runtime: train_gpt.Runtime
+) -> dict[str, list[float]]:
+    """Return the milliseconds of each step. Two rounds of warm-up, in which the steps take
+    turns, precede those that count, which take at least this many seconds in all."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    synchronize = torch.get_device_module(device).synchronize
-    for _ in range(rounds + 2):
+    synchronize = torch.get_device_module(runtime.device).synchronize
+
+    def take_turns() -> None:
         for name, step in steps.items():
             started = time.perf_counter()
             step()
             synchronize()
             times[name].append(1000 * (time.perf_counter() - started))
-    return {name: statistics.median(values[2:]) for name, values in times.items()}
+
+    for _ in range(2):
+        take_turns()
+    end = time.perf_counter() + seconds
+    take_turns()
+    while runtime.from_rank_0(lambda: time.perf_counter() < end):  # all ranks stop together
+        take_turns()
+    return {name: values[2:] for name, values in times.items()}
 
 
-def product_rate(runtime: train_gpt.Runtime) -> float:
-    """TFLOP/s of a large product of matrices, in the dtype of activations."""
+def format_spread(values: list[float]) -> str:
+    return f"{median(values):.5g} ({min(values):.5g} to {max(values):.5g})"
+
+
+def format_times(times: list[float], tokens: int) -> str:
+    return f"{format_spread(times)} ms/step, {1000 * tokens / median(times):.0f} tokens/s"
+
+
+def peak_memory(device: torch.device) -> int:
+    """MiB that tensors took on the GPU at most; on a CPU, MiB that this process took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() >> 20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak >> (20 if sys.platform == "darwin" else 10)  # Linux counts KiB
+
+
+CARD = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+
+
+def ask_nvidia_smi(fields: str, meanwhile: Callable = lambda: time.sleep(0.1)) -> str:
+    """Return nvidia-smi's answer, or why there is none: with a broken driver it hangs. Until it
+    answers, meanwhile is repeated, since an idle card says nothing of a busy one."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        process = Popen(command, stdout=PIPE, stderr=STDOUT)
+    except OSError as error:
+        return f"no nvidia-smi: {error.strerror}"
+    end = time.monotonic() + 5
+    while process.poll() is None and time.monotonic() < end:
+        meanwhile()
+    if process.returncode is None:
+        process.kill()
+        return "nvidia-smi did not answer within five seconds"
+    return "; ".join(process.stdout.read().decode(errors="replace").splitlines())
+
+
+def make_product(runtime: train_gpt.Runtime) -> tuple[Callable, int]:
+    """Return a large product of matrices, in the dtype of activations, and its FLOPs."""
     size = 8192 if runtime.device.type == "cuda" else 128
     a, b = torch.randn(2, size, size, device=runtime.device, dtype=runtime.dtype)
-    ms = measure({"product": lambda: a @ b}, 20, runtime.device)["product"]
-    return 2e-9 * size**3 / ms
+    return lambda: a @ b, 2 * size**3
 
 
 def model_flops(gpt: torch.nn.Module) -> dict[str, int]:
@@ -62,6 +114,7 @@ def model_flops(gpt: torch.nn.Module) -> dict[str, int]:
 
 # A kernel counts in the first class that has a part of its name.
 CLASSES = {
+    "exchanges between GPUs": "nccl",  # while other kernels run
     "attention": "flash|sdpa|fmha|attention|dot_do_o|convert_dq",  # PyTorch's and cuDNN's
     "matrix products": "nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|triton_tem",  # cuBLAS's
     "elementwise": "triton|elementwise|reduce|multi_tensor|norm|softmax|CatArray",
@@ -109,47 +162,71 @@ def plain_steps(state: train_gpt.TrainingState) -> Callable[[], float]:
     return lambda: plain.plain_step(plain_model, optimizers, slots, A)
 
 
+def bench_slots(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> None:
+    """Print the time of a step for each number of slots, and its memory in a process of its own."""
+    steps, memory = {}, {}
+    for slots in args.slots:
+        environ = {**os.environ, "DATA_PATH": hp.data_path, "BATCH_SLOTS": str(slots)}
+        hp = train_gpt.Hyperparameters.from_env(environ)
+        steps[slots] = partial(train_gpt.train_step, train_gpt.TrainingState(hp, runtime))
+        command = [sys.executable, __file__, "--alone", "--seconds", "0"]
+        memory[slots] = re.search(r"\d+ MiB", check_output(command, env=environ, text=True))[0]
+    for slots, times in measure(steps, args.seconds * len(steps), runtime).items():
+        print(f"slots:{slots:<3} {format_times(times, hp.train_batch_tokens)}, {memory[slots]}")
+
+
+def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> None:
+    """Print the time of the trainer's step, and of the plain one."""
+    report = print if runtime.rank == 0 else str
+    state = train_gpt.TrainingState(hp, runtime)
+    attention = train_gpt.attention_backends(runtime.device, hp.train_seq_len)[0].name
+    settings = f"slots:{hp.batch_slots} compile:{runtime.compiled} {attention}"
+    report(f"{runtime.device} {runtime.dtype} {settings}")
+    steps = {"trainer": partial(train_gpt.train_step, state)}
+    for _ in range(2):  # the first one makes the optimizers' state
+        steps["trainer"]()
+    report(f"memory   {peak_memory(runtime.device)} MiB at the trainer's peak")
+    if not args.alone:
+        steps["plain"] = plain_steps(state)
+    # One rank alone cannot take a step.
+    busy = steps["trainer"] if runtime.world_size == 1 else partial(time.sleep, 0.1)
+    report(f"before   {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
+    times = measure(steps, args.seconds * len(steps), runtime)
+    report(f"after    {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
+    flops = {k: n * hp.train_batch_tokens for k, n in model_flops(state.gpt).items()}
+    if args.kernels and runtime.device.type == "cuda":
+        product, size = make_product(runtime)
+        ms = median(measure({"product": product}, 2, runtime)["product"])
+        flops_ms = {k: n / (size / ms * runtime.world_size) for k, n in flops.items()}
+        for line in list_kernels(profile_kernels(steps["trainer"]), flops_ms):
+            report(line)
+    for name, values in times.items():
+        report(f"{name:8} {format_times(values, hp.train_batch_tokens)}")
+    rate = sum(flops.values()) / median(times["trainer"]) / 1e9
+    report(f"model    {rate:.2f} TFLOP/s, with 6 N + 6 L T D FLOPs per token")
+    if not args.alone:
+        report(f"ratio    {median(times['plain']) / median(times['trainer']):.2f}x")
+
+
 def main() -> int:
     parser = start_program(__doc__)
-    parser.add_argument("--rounds", type=number(int, 1), default=15, help="timed steps (15)")
+    parser.add_argument("--seconds", type=number(float, 0), default=20, help="for each step (20)")
+    parser.add_argument("--slots", type=number(int, 1), nargs="+", help="compare BATCH_SLOTS")
     parser.add_argument("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
     parser.add_argument("--kernels", action="store_true", help="on a GPU: the slowest, classes")
     parser.add_argument("--alone", action="store_true", help="do not time the plain implementation")
     args = parser.parse_args()
+    if args.slots and "RANK" in os.environ:
+        parser.error("--slots compares steps of one process: start it without torchrun")
     if args.without_cudnn:
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         train_gpt.attention_backends = lambda device, seq_len: backends
     with tempfile.TemporaryDirectory() as folder:
         hp = train_gpt.Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
-        tokens = np.random.default_rng(0).integers(hp.vocab_size, size=4_000_000).astype("<u2")
+        tokens = np.random.default_rng(0).integers(hp.vocab_size, size=4_000_000, dtype="<u2")
         write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
-        runtime = train_gpt.open_runtime(hp)
-        report = print if runtime.rank == 0 else str
-        state = train_gpt.TrainingState(hp, runtime)
-        attention = train_gpt.attention_backends(runtime.device, hp.train_seq_len)[0].name
-        settings = f"slots:{hp.batch_slots} compile:{runtime.compiled} {attention}"
-        report(f"{runtime.device} {runtime.dtype} {settings}")
-        if runtime.device.type == "cuda":
-            for _ in range(2):  # the first one makes the optimizers' state
-                train_gpt.train_step(state)
-            mebibytes = torch.cuda.max_memory_allocated() >> 20
-            report(f"memory   {mebibytes:9} MiB at the trainer's peak")
-        steps = {"trainer": lambda: train_gpt.train_step(state)}
-        if not args.alone:
-            steps["plain"] = plain_steps(state)
-        times = measure(steps, args.rounds, runtime.device)
-        flops = {k: n * hp.train_batch_tokens for k, n in model_flops(state.gpt).items()}
-        if args.kernels and runtime.device.type == "cuda":
-            rate = 1e9 * product_rate(runtime) * runtime.world_size  # FLOPs in a millisecond
-            flops_ms = {kind: value / rate for kind, value in flops.items()}
-            for line in list_kernels(profile_kernels(steps["trainer"]), flops_ms):
-                report(line)
-        for name, ms in times.items():
-            report(f"{name:8} {ms:9.1f} ms/step {1000 * hp.train_batch_tokens / ms:9.0f} tokens/s")
-        rate = sum(flops.values()) / times["trainer"] / 1e9
-        report(f"model    {rate:9.2f} TFLOP/s, with 6 N + 6 L T D FLOPs per token")
-        if not args.alone:
-            report(f"ratio    {times['plain'] / times['trainer']:9.2f}x")
+        bench = bench_slots if args.slots else bench_step
+        bench(args, hp, train_gpt.open_runtime(hp))
     return 0
 
 

@@ -21,17 +21,21 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NoReturn
 
-import numpy as np
-from matplotlib import colormaps, rcParams
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from scipy import stats
+os.environ.pop("MPLBACKEND", None)  # a notebook's may be missing here, and none is needed
+try:
+    import numpy as np
+    from matplotlib import colormaps, rcParams
+    from matplotlib.axes import Axes
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+    from scipy import stats
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: activate .venv, then pip install scipy matplotlib")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import anytime
-from logs import Run, list_texts, read_run
+from logs import HEADER, Run, list_texts, read_run
 from trained import check_picture, existing_file, files, start_program
 
 # Facts in which all finished runs should agree; the first two depend on the tokenizer.
@@ -52,6 +56,7 @@ class Group:
 
     name: str
     runs: list[Run]
+    label: str = ""  # in the picture; "": the seed of each run
 
     @property
     def finished(self) -> list[Run]:
@@ -224,36 +229,72 @@ def draw_curves(axes: Axes, groups: list[Group], colors: list[str], unit: str) -
         title = "validation (points), training (lines, with validation's bytes per token)"
     axes.set(title=title, xlabel="step", ylabel=f"loss in {unit}", ylim=(low, high))
     axes.grid(alpha=0.3)
+    val = groups[0].runs[0].val if len(groups) == len(groups[0].runs) == 1 else {}
+    style = {"textcoords": "offset points", "arrowprops": {"arrowstyle": "-", "color": "gray"}}
+    for step in sorted(val)[:1] + sorted(val)[1:][-1:]:  # the first and the last
+        style |= {"xytext": (30, -3) if step == min(val) else (-90, 30), "fontsize": "small"}
+        axes.annotate(f"validation: {val[step]:.4f}", (step, val[step]), **style)
+
+
+def format_spread(losses: list[float]) -> str:
+    return f"\nstandard\ndeviation\n{stdev(losses):.4f}" if len(losses) > 1 else ""
+
+
+def has_seeds(runs: list[Run]) -> bool:
+    """Return whether each run has a seed of its own."""
+    return len({run.facts.get("seed") for run in runs} - {None}) == len(runs)
 
 
 def draw_scores(axes: Axes, groups: list[Group], colors: list[str], unit: str) -> None:
-    """Draw the final losses, a dot for each run. Lines join the pairs of two sides."""
-    figure = anytime.SCORES[unit]
+    """Draw the final losses, a dot with a label for each run. Lines join the pairs of two sides."""
+    figure, columns = anytime.SCORES[unit], []
     for x, (group, color) in enumerate(zip(groups, colors, strict=True)):
         losses = group.values(figure)
         axes.plot([x] * len(losses), losses, "o", color=color)
-    if [group.name for group in groups] == ["baseline", "candidate"]:
-        for pair in pair_by_seed([group.finished for group in groups]):
+        columns.append(f"{group.name}{format_spread(losses)}")
+        side = -1 if group.name == "baseline" else 1
+        # Dots may be close: every other label is farther away.
+        for i, run in enumerate(sorted(group.finished, key=lambda run: run.figures[figure])):
+            place, label = (x, run.figures[figure]), group.label or run.facts.get("seed") or ""
+            style = {"xytext": (side * (6 + 14 * (i % 2)), 0), "textcoords": "offset points"}
+            style |= {"ha": "right" if side < 0 else "left", "va": "center", "fontsize": "small"}
+            axes.annotate(label, place, **style)
+    if groups[0].name == "baseline":
+        axes.set_xticks(range(len(groups)), columns)
+        for pair in pair_by_seed([group.finished for group in groups]) if len(groups) == 2 else ():
             losses = [run.figures[figure] for run in pair]
             axes.plot([0, 1], losses, color="gray", linewidth=0.8, zorder=0)
-    axes.set(title=f"final losses in {unit}", xlim=(-0.5, len(groups) - 0.5), xticks=[])
+    else:
+        runs = [run for group in groups for run in group.finished]
+        spread = format_spread([run.figures[figure] for run in runs]).strip()
+        axes.set(xticks=[], xlabel=spread if has_seeds(runs) else "")
+    axes.set(title=f"final losses in {unit}", xlim=(-0.8, len(groups) - 0.2))
     axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(alpha=0.3)
 
 
+def short_name(path: Path, folder: str) -> str:
+    """Return a log's path from this folder on, without its suffix and, if long, its middle."""
+    name = os.path.relpath(path.with_suffix(""), folder)
+    return name if len(name) <= 60 else f"{name[:28]} … {name[-28:]}"
+
+
 def draw(groups: list[Group]) -> Figure:
-    """Draw the losses of each side, or of each run, best score first."""
+    """Draw the losses of each side, or of each run, in the order of seeds."""
     rcParams.update({"text.usetex": False, "axes.titlesize": "medium"})  # whatever users set
     runs = [run for group in groups for run in group.runs if run.train or run.val]
     unit = common_unit(runs, tolerance=1e-3)
     legend = {"loc": "outside lower center", "fontsize": "small", "frameon": False}
     if groups[0].name == "runs":
-        runs.sort(key=lambda run: run.figures.get("val_bpb", math.inf))
-        scores = ["" if run.unfinished else f": {run.figures['val_bpb']:.4f}" for run in runs]
-        names = [str(run.path.with_suffix("")) for run in runs]
-        pairs = zip(names, scores, runs, strict=True)
-        groups = [Group(name + score, [run]) for name, score, run in pairs]
-        legend |= {"title": "score in bits per byte", "title_fontsize": "small"}
+        runs.sort(key=lambda run: run.figures.get("seed", math.inf))
+        folder = os.path.commonpath([run.path.absolute().parent for run in runs])
+        groups = []
+        for number, run in enumerate(runs, 1):
+            label = run.facts["seed"] if has_seeds(runs) else str(number)
+            score = "" if run.unfinished else f": {run.figures['val_bpb']:.4f}"
+            groups.append(Group(f"{label}, {short_name(run.path, folder)}{score}", [run], label))
+        kind = "seed" if has_seeds(runs) else "number"
+        legend |= {"title": f"{kind}, log: score in bits per byte", "title_fontsize": "small"}
     colors = [*map(to_hex, colormaps["turbo"](np.linspace(0.1, 0.9, len(groups))))]
     legend["ncols"] = max(1, 120 // (max(len(group.name) for group in groups) + 8))
     height = 4.5 + 0.2 * math.ceil(len(groups) / legend["ncols"])  # in inches
@@ -286,7 +327,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     args = parser.parse_args(arguments)
     if not (args.logs or args.baseline or args.candidate):
         logs = sorted(Path("logs").glob("*.txt"), key=os.path.getmtime)
-        args.logs = [log for log in logs if b"\nscore:" not in log.read_bytes()][-1:]  # score.py's
+        outputs = {log: log.read_bytes().rpartition(HEADER)[2] for log in logs}  # without scripts
+        args.logs = [log for log in logs if b"\nscore:" not in outputs[log]][-1:]  # score.py's
         if not args.logs:
             parser.error("there is no log in logs/: name the LOG files")
         args.picture = args.picture or args.logs[0].with_suffix(".png")

@@ -1,13 +1,16 @@
 """Draw the score of a demo against its steps, with those of xz as lines.
 
     VAL_LOSS_EVERY=20 RUN_ID=curve PRESET=demo python train_gpt.py
-    python tests/tools/demo_curve.py logs/curve.txt tests/tools/demo.svg
+    python tests/tools/demo_curve.py logs/curve.txt tests/pictures/demo.svg
 
 Start it where the demo ran. Needs matplotlib."""
 
 import lzma
+import os
 import sys
 from pathlib import Path
+
+os.environ.pop("MPLBACKEND", None)  # as in compare_runs.py
 
 import numpy as np
 from matplotlib import rcParams
@@ -21,6 +24,8 @@ from trained import existing_file, files, start_program
 
 # Text stays text, with one font name; the file is the same each time.
 rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.sans-serif": "DejaVu Sans"})
+rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium"})
+rcParams.update({"figure.figsize": (7.2, 3.2), "figure.constrained_layout.use": True})
 
 
 def main() -> None:
@@ -39,8 +44,8 @@ def main() -> None:
     texts = (val, train, train + val)
     sizes = [len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) for text in texts]
     alone, after = (8 * size / len(val) for size in (sizes[0], sizes[2] - sizes[1]))
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained", facecolor="white")
-    axes = figure.add_subplot()
+    figure = Figure()
+    axes = figure.add_subplot(title="The demo's score on text that it has not seen")
     axes.plot(steps, bpb, linewidth=2, marker="o", markersize=4)
     above = {"xytext": (0, 5), "textcoords": "offset points", "va": "bottom", "ha": "right"}
     below = above | {"xytext": (0, -5), "va": "top"}
@@ -52,8 +57,6 @@ def main() -> None:
         axes.annotate(label, (steps[-1], value), color="dimgray", **style)
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(1.5, max(bpb) + 0.1))
-    axes.set_title("The demo's score on text that it has not seen", fontsize="medium")
-    axes.spines[["top", "right"]].set_visible(False)
     args.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.picture, metadata={"Date": None})
 

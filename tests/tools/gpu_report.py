@@ -25,31 +25,33 @@ from trained import SCRIPT, existing_file, start_program
 import train_gpt
 from train_gpt import Hyperparameters
 
-BENCH = [bench_step.__file__, "--alone", "--rounds=10"]
+SECONDS = "20"  # for each measurement, since a card slows down as it gets hot
+BENCH = [bench_step.__file__, "--alone", "--seconds", SECONDS]
 TESTS = ["-m", "pytest", "-q", f"{SCRIPT.parent}/tests/test_gpu.py", "-k", "not record"]
-DEMO = "PRESET=demo BATCH_SLOTS=8 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
+DEMO = "PRESET=demo BATCH_SLOTS=8 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
 TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIONS=5"
 HUNDRED = "ITERATIONS=100 WARMUP_STEPS=3 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0"
 HOW = "not measured: --reference FILE, train_gpt.py of https://github.com/openai/parameter-golf"
 # Name; deadline in seconds from the start; Python's arguments; knobs; output lines to show.
 PARTS = [
-    ("a large product, a large copy", 65, [__file__, "rates"], "", 2),
-    ("as trained", 185, [bench_step.__file__, "--kernels"], "", 20),
-    ("4 slots", 240, BENCH, "BATCH_SLOTS=4", 4),
-    ("2 slots", 295, BENCH, "BATCH_SLOTS=2", 4),
-    ("without cuDNN's attention", 340, [*BENCH, "--without-cudnn"], "", 4),
-    ("without torch.compile", 365, BENCH, "COMPILE=0", 4),
-    ("demo", 420, [SCRIPT], f"{DEMO} RUN_ID=here", 1),
-    ("demo on the CPU", 480, [SCRIPT], f"{DEMO} RUN_ID=cpu DEVICE=cpu", 1),
-    ("the demo's two runs", 490, [__file__, "compare", "logs/here.txt", "logs/cpu.txt"], "", 1),
-    ("one seed twice", 520, [__file__, "repeat"], "", 1),
-    ("tests marked gpu", 590, TESTS, "", 1),
+    ("a large product, a large copy", 60, [__file__, "rates", SECONDS], "", 4),
+    ("as trained", 205, [bench_step.__file__, "--kernels", "--seconds", SECONDS], "", 23),
+    ("4 slots", 270, BENCH, "BATCH_SLOTS=4", 6),
+    ("2 slots", 335, BENCH, "BATCH_SLOTS=2", 6),
+    ("without cuDNN's attention", 395, [*BENCH, "--without-cudnn"], "", 6),
+    ("without torch.compile", 435, BENCH, "COMPILE=0", 6),
+    ("one seed twice", 465, [__file__, "repeat"], "", 1),
 ]
-# With --reference FILE, in place of the tests.
-REFERENCE_PARTS = [
-    ("100 steps", 545, [__file__, "train", SCRIPT], f"{HUNDRED} RUN_ID=ours", 1),
-    ("100 steps of FILE", 585, [__file__, "train", "FILE"], f"{HUNDRED} RUN_ID=theirs", 1),
-    ("100 steps and FILE's", 590, [__file__, "compare", "logs/ours.txt", "logs/theirs.txt"], "", 1),
+DEMO_PARTS = [
+    ("100 steps of the demo", 510, [SCRIPT], f"{HUNDRED} {DEMO} RUN_ID=here", 1),
+    ("100 steps on the CPU", 550, [SCRIPT], f"{HUNDRED} {DEMO} RUN_ID=cpu DEVICE=cpu", 1),
+    ("these two runs", 555, [__file__, "compare", "logs/here.txt", "logs/cpu.txt"], "", 1),
+    ("tests marked gpu", 595, TESTS, "", 1),
+]
+REFERENCE_PARTS = [  # with --reference FILE, in place of the demo
+    ("100 steps", 510, [__file__, "train", SCRIPT], f"{HUNDRED} RUN_ID=ours", 1),
+    ("100 steps of FILE", 570, [__file__, "train", "FILE"], f"{HUNDRED} RUN_ID=theirs", 1),
+    ("100 steps and FILE's", 580, [__file__, "compare", "logs/ours.txt", "logs/theirs.txt"], "", 1),
 ]
 
 
@@ -59,16 +61,22 @@ def text_knobs() -> dict[str, str]:
     return {name: os.path.abspath(os.environ.get(name, train_gpt.DEMO[name])) for name in names}
 
 
-def rates() -> None:
+def rates(seconds: str) -> None:
     """Time a product of matrices and a copy. A rented GPU may be slower than others of its kind."""
     runtime = train_gpt.open_runtime(Hyperparameters.from_env(os.environ))
     device = runtime.device
-    print(f"{bench_step.product_rate(runtime):.4g} TFLOP/s, in {runtime.dtype}")
+    product, flops = bench_step.make_product(runtime)
     size = min(2**32, torch.cuda.mem_get_info()[0] // 4) if device.type == "cuda" else 2**24
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    ms = bench_step.measure({"copy": lambda: target.copy_(source)}, 20, device)["copy"]
-    print(f"{2e-9 * size / ms:.4g} TB/s read and written, {size >> 20} MiB")
+    steps = {"product": product, "copy": lambda: target.copy_(source)}
+    print(f"before: {bench_step.ask_nvidia_smi(bench_step.CARD, product)}")
+    times = bench_step.measure(steps, float(seconds), runtime)
+    print(f"after: {bench_step.ask_nvidia_smi(bench_step.CARD, product)}")
+    flops_per_s = bench_step.format_spread([1e-9 * flops / ms for ms in times["product"]])
+    print(f"{flops_per_s} TFLOP/s, in {runtime.dtype}")
+    bytes_per_s = bench_step.format_spread([2e-9 * size / ms for ms in times["copy"]])
+    print(f"{bytes_per_s} TB/s read and written, {size >> 20} MiB")
 
 
 def compare(*names: str) -> None:
@@ -118,7 +126,8 @@ def main() -> int:
     """Write the report. Returns the exit code."""
     parser = start_program(__doc__)
     parser.add_argument("--tiny", action="store_true", help="measure nothing, try everything")
-    parser.add_argument("--reference", type=existing_file, metavar="FILE", help="in place of tests")
+    reference = {"type": existing_file, "metavar": "FILE", "help": "in place of the demo"}
+    parser.add_argument("--reference", **reference)
     args = parser.parse_args()
     hp = Hyperparameters.from_env(os.environ)
     device = train_gpt.open_device(hp, 0).type  # for all parts
@@ -126,19 +135,23 @@ def main() -> int:
         parser.error("no GPU here, or DEVICE=cpu: --tiny tries everything on a CPU, in a minute")
     defaults = asdict(Hyperparameters(run_id=hp.run_id))
     differ = [f"{k.upper()}={v}" for k, v in asdict(hp).items() if v != defaults[k]]
-    gpu = getoutput("nvidia-smi --query-gpu=name,driver_version --format=csv,noheader")
+    gpu = bench_step.ask_nvidia_smi("name,driver_version")
     facts = f"{gpu}, torch {torch.__version__}, commit {getoutput('git describe --always --dirty')}"
     report = f"{facts}\n\nknobs: {' '.join(differ) or 'the defaults'}\n\n"
     report += "| part | result | seconds |\n|---|---|---|\n"
     if not args.reference:
         report += f"| the challenge's script | {HOW} | 0 |\n"
-    parts = [*PARTS[:-1], *REFERENCE_PARTS] if args.reference else PARTS
+    parts = PARTS + (REFERENCE_PARTS if args.reference else DEMO_PARTS)
     more, begin, worst = TINY if args.tiny else "", time.monotonic(), 0
+    words = {
+        "FILE": os.path.abspath(args.reference or ""),
+        SECONDS: "0.1" if args.tiny else SECONDS,
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name, end, command, texts, num_lines in parts:
             knobs = dict(k.split("=") for k in f"DEVICE={device} {texts} {more}".split())
             knobs["OUTPUT_DIR"] = folder
-            command = [args.reference.resolve() if word == "FILE" else word for word in command]
+            command = [words.get(word, word) for word in command]
             started = time.monotonic()
             seconds = begin + end - started
             print(f"{name}: at most {max(0, seconds):.0f} s", flush=True)
