@@ -22,7 +22,7 @@ from train_gpt import Hyperparameters, TrainingState
 
 PAGE = (ROOT / "tests/EXERCISES.md").read_text(encoding="utf-8")
 COMMAND = r"(for|git|python|torchrun|[A-Z_]+=\S+) "
-FINDS_A_FAULT = ("pytest", "referee.py")  # in exercises 2, 3, 3b and 4
+FINDS_A_FAULT = ("pytest", "referee.py")  # in exercises 2, 2b, 3, 3b and 4
 MAY_SAY_NO = "experiment.py"
 
 
@@ -59,7 +59,8 @@ def test_the_page_unsets_its_knobs_and_names_tests():
     exported, unset = re.findall(r"(?m)^    (?:export|unset) (.*)$", PAGE)
     assert re.findall(r"(\w+)=", exported) == unset.split()
     tests = (ROOT / "tests/test_training.py").read_text(encoding="utf-8")
-    for name in re.findall(r"(?m) \| `(\w+)` \|$", PAGE):
+    mistakes = (ROOT / "tests/ACCUMULATION.md").read_text(encoding="utf-8")
+    for name in re.findall(r"(?m) \| `(\w+)` \|$", mistakes):
         assert re.search(rf"\ndef test_\w*{name}", tests), name
 
 

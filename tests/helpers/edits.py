@@ -101,8 +101,10 @@ RECORD_KNOBS = {  # of train_record.py, which do the same
 # ---- EXERCISES.md, by the number of the exercise -------------------------------------------------
 FLAG = "            state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1\n"
 LOSS = "        loss = state.model(*batch) * (1 / grad_accum_steps)\n"
+LOOP = "    for micro_step in range(grad_accum_steps):\n"
 EXERCISES = {
     "2": {LOSS: "        loss = state.model(*batch)\n"},
+    "2b": {f"    state.gpt.zero_grad()\n{LOOP}": f"{LOOP}        state.gpt.zero_grad()\n"},
     "3": {FLAG: "            state.model.require_backward_grad_sync = True\n"},
     "3b": {FLAG: "            pass\n", LOSS: f"{LOSS}{FLAG[4:]}"},
     "4": {"is_causal=True": "is_causal=False"},
