@@ -1172,7 +1172,7 @@ def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
 
 def open_runtime(hp: Hyperparameters) -> Runtime:
     """Open the device and, under torchrun, the process group."""
-    # Else torch 2.10 to 2.13 lose gradients of parameters that are used in chunks (pytorch 193061).
+    # Else torch 2.10 to 2.14 lose gradients of parameters used in chunks (pytorch 193061).
     os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
     distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank = parse_knob("rank", int, os.environ["RANK"]) if distributed else 0

@@ -365,7 +365,7 @@ def attend_within(mask: Documents, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     bounds, longest = mask
     n = min(T, longest)
     if bounds.ndim == 1:
-        # Private, but torch 2.9 to 2.13 agree on these arguments. varlen_attn changed its own.
+        # Private, but torch 2.9 to 2.15 agree on these arguments. varlen_attn changed its own.
         flash = torch.ops.aten._flash_attention_forward
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         return flash(q, k, v, bounds, bounds, n, n, 0.0, True, False)[0].unflatten(0, (-1, T))
@@ -2075,7 +2075,7 @@ def activate_flash_attention_3(device: torch.device) -> None:
     known = getattr(nn.attention, "list_flash_attention_impls", list)()
     for need, is_met in {
         "a Hopper GPU, such as an H100": major == 9,
-        f"PyTorch 2.13, not {torch.__version__}": "FA3" in known,
+        f"PyTorch 2.13 or newer, not {torch.__version__}": "FA3" in known,
         "the package flash-attn-3": importlib.util.find_spec("flash_attn_interface") is not None,
     }.items():
         if not is_met:
@@ -2096,7 +2096,7 @@ def open_device(hp: Hyperparameters, local_rank: int) -> torch.device:
 
 def open_runtime(hp: Hyperparameters) -> Runtime:
     """Open the device and, under torchrun, the process group."""
-    # Else torch 2.10 to 2.13 lose gradients of parameters that are used in chunks (pytorch 193061).
+    # Else torch 2.10 to 2.14 lose gradients of parameters used in chunks (pytorch 193061).
     os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
     distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank = parse_knob("rank", int, os.environ["RANK"]) if distributed else 0
