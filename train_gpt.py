@@ -1073,10 +1073,8 @@ def gpu_report() -> str:
     try:
         result = subprocess.run("nvidia-smi", capture_output=True, errors="replace", timeout=20)
         return result.stdout.rstrip()
-    except OSError:
-        return "no nvidia-smi"
-    except subprocess.TimeoutExpired:
-        return "nvidia-smi: no answer"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no answer from nvidia-smi: {error}"
 
 
 @dataclass
@@ -1352,17 +1350,18 @@ def write_file(path: Path, data: bytes, log: Log, before: Callable = lambda: Non
 
 def move_older_files(hp: Hyperparameters, log: Log | None, *names: str) -> None:
     """Move files to previous/TIME, of the newest; replace none. With a log, only warn."""
-    files = filter(Path.is_file, (Path(hp.output_dir, name) for name in names))
-    files = sorted(files, key=os.path.getmtime)
-    newest = time.localtime(max(map(os.path.getmtime, files), default=0))
-    folder = Path(hp.output_dir, "previous", time.strftime("%y%m%d-%H%M%S", newest))
-    while any((folder / file.name).exists() for file in files):
-        folder = folder.with_name(f"{folder.name}+")
+    folder = Path(hp.output_dir, "previous")
     try:
-        for file in files:  # the newest last: after a cut, the rest goes into the same folder
+        files = filter(Path.is_file, (Path(hp.output_dir, name) for name in names))
+        files = sorted(files, key=os.path.getmtime)
+        newest = time.localtime(max(map(os.path.getmtime, files), default=0))
+        folder = folder / time.strftime("%y%m%d-%H%M%S", newest)
+        while any((folder / file.name).exists() for file in files):
+            folder = folder.with_name(f"{folder.name}+")
+        for file in files:  # the newest last: a move that was cut goes on there
             os.renames(file, folder / file.name)
     except OSError as error:
-        problem = f"{file} cannot be moved to {folder}: {error.strerror}"
+        problem = f"older files cannot be moved to {folder}: {error.strerror}"
         if log is None:
             raise InputError(problem) from None
         log(f"WARNING: {problem}")
