@@ -1358,7 +1358,7 @@ def move_older_files(hp: Hyperparameters, log: Log | None, *names: str) -> None:
         folder = folder / time.strftime("%y%m%d-%H%M%S", newest)
         while any((folder / file.name).exists() for file in files):
             folder = folder.with_name(f"{folder.name}+")
-        for file in files:  # the newest last: a move that was cut goes on there
+        for file in files:  # the newest last, so that a cut move goes on
             os.renames(file, folder / file.name)
     except OSError as error:
         problem = f"older files cannot be moved to {folder}: {error.strerror}"
@@ -1413,7 +1413,7 @@ OPTIMIZER_KNOBS = "params names lr base_lr betas eps backend_steps weight_decay"
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
     """Restore a saved state_dict, but not its knobs. keep_dtypes: undo torch's cast."""
     groups, saved_groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
-    names = [group.get("names") for group in saved_groups]  # older checkpoints have none
+    names = [group.get("names") for group in saved_groups]  # None in older ones
     if any(names) and names != [group["names"] for group in groups]:
         problem = f"the checkpoint's {type(optimizer).__name__} has parameters in other places"
         raise InputError(f"{problem}: use its script and CONTROL_TENSOR_NAME_PATTERNS")
