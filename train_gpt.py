@@ -188,14 +188,13 @@ def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q (B, T, H, h) to k and v (B, T, K, h): (B, T, H, h)."""
-    if q.device.type == "cpu" and q.dtype != torch.float32:  # the backward pass is faster in fp32
+    if q.device.type == "cpu" and q.dtype != torch.float32:  # bf16 is slow there, backward
         return attend(q.float(), k.float(), v.float()).to(q.dtype)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, h)
     if q.device.type == "cuda":
         if q.dtype == torch.float32 or torch.cuda.get_device_properties(q.device).major < 8:
             # Only MATH takes fewer key than query heads here, and it stores all scores.
-            group = q.size(1) // k.size(1)  # query heads per key head
-            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
     # Set per call: torch's cache of compiled graphs ignores the global flags.
     with sdpa_kernel(attention_backends(q.device, q.size(2)), set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -633,7 +632,7 @@ class TrainingState:
         """Signal handler: stop after the current step. Further signals change nothing."""
         if self.signum == 0 and self.runtime.rank == 0 and sys.stdout is not None:
             with contextlib.suppress(OSError):  # print is unsafe here
-                os.write(1, f"signal:{signum}: stopping after this step\n".encode())
+                os.write(1, f"\nsignal:{signum}: stopping after this step\n".encode())
         self.signum = self.signum or signum
 
 
@@ -725,7 +724,7 @@ def warm_up(state: TrainingState) -> None:
     """Take WARMUP_STEPS steps to compile, off the clock. They train nothing: all is restored."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
-    # After its first step, DDP adds gradients in another order. A resumed run gets past that here.
+    # After its first step, DDP adds in another order. A resumed run must round like that, too.
     num_steps = max(wanted, int(dist.is_initialized()))
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
@@ -991,8 +990,8 @@ def run() -> int:
     state.inputs |= validation.inputs
     log_settings(state.gpt, validation, runtime)
     load_checkpoint(state)
-    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
     runtime.from_rank_0(lambda: move_older_files(hp, None, *FINAL_FILES))
+    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
     warm_up(state)
     signum = train(state, validation)
     if signum > 0:
@@ -1272,7 +1271,7 @@ class Stopwatch:
 
 
 def set_signal_action(action: Any) -> None:
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # of SLURM
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # SLURM's
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup and a shell's & set that
             signal.signal(signum, action)
 
@@ -1337,7 +1336,7 @@ def write_file(path: Path, data: bytes, log: Log, before: Callable = lambda: Non
                 os.fsync(file.fileno())  # else a power cut could leave an empty file
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-                    raise  # those are of file systems without fsync
+                    raise  # the three mean: no fsync here
         before()
         os.replace(temporary, path)
         return True
@@ -1349,7 +1348,7 @@ def write_file(path: Path, data: bytes, log: Log, before: Callable = lambda: Non
 
 
 def move_older_files(hp: Hyperparameters, log: Log | None, *names: str) -> None:
-    """Move files to previous/TIME, of the newest; replace none. With a log, only warn."""
+    """Move files to previous/TIME, of the newest; replace none. Without a log, raise."""
     folder = Path(hp.output_dir, "previous")
     try:
         files = filter(Path.is_file, (Path(hp.output_dir, name) for name in names))
@@ -1358,8 +1357,9 @@ def move_older_files(hp: Hyperparameters, log: Log | None, *names: str) -> None:
         folder = folder / time.strftime("%y%m%d-%H%M%S", newest)
         while any((folder / file.name).exists() for file in files):
             folder = folder.with_name(f"{folder.name}+")
-        for file in files:  # the newest last, so that a cut move goes on
-            os.renames(file, folder / file.name)
+        for file in files:  # the newest last: a cut move goes on there
+            folder.mkdir(parents=True, exist_ok=True)
+            os.rename(file, folder / file.name)
     except OSError as error:
         problem = f"older files cannot be moved to {folder}: {error.strerror}"
         if log is None:
@@ -1391,7 +1391,7 @@ def write_final(state: TrainingState, name: str, data: bytes) -> None:
     """Write a model file. If another run in this folder has just written its own, that moves."""
     hp, log = state.hp, state.runtime.log
     state.outputs[name] = binascii.crc32(data)
-    write_result(state, {})  # first, so that no model is without its knobs and checksum
+    write_result(state, {})  # first: no model is without its knobs
     path = Path(hp.output_dir, name)
     if not write_file(path, data, log, before=lambda: move_older_files(hp, log, name)):
         del state.outputs[name]
@@ -1413,8 +1413,8 @@ OPTIMIZER_KNOBS = "params names lr base_lr betas eps backend_steps weight_decay"
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
     """Restore a saved state_dict, but not its knobs. keep_dtypes: undo torch's cast."""
     groups, saved_groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
-    names = [group.get("names") for group in saved_groups]  # None in older ones
-    if any(names) and names != [group["names"] for group in groups]:
+    key = "names" if "names" in saved_groups[0] else "params"  # older ones: running numbers
+    if [group.get(key) for group in saved_groups] != [group[key] for group in groups]:
         problem = f"the checkpoint's {type(optimizer).__name__} has parameters in other places"
         raise InputError(f"{problem}: use its script and CONTROL_TENSOR_NAME_PATTERNS")
     for group, old in zip(groups, saved_groups, strict=True):
@@ -1581,7 +1581,7 @@ def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
     for document in np.split(tokens, starts)[1:101]:
         ids = document[1:2001].tolist()
         half = len(ids) // 2  # a cut may change the tokens before it
-        if tokenizer.unk_id() not in ids:  # <unk> lost its text
+        if half > 0 and tokenizer.unk_id() not in ids:  # <unk> lost its text
             same.append(tokenizer.encode(tokenizer.decode(ids))[:half] == ids[:half])
     return len(starts) > 0 and 10 * sum(same) >= 9 * len(same)
 
