@@ -275,17 +275,13 @@ def test_the_picture_of_logs(tmp_path, capsys, monkeypatch):
     assert finals.get_xlabel() == ""
 
 
-def test_the_picture_of_one_log_names_the_validation(tmp_path):
-    (tmp_path / "a.txt").write_text(LOG)
-    group = compare_runs.Group("runs", [read_run(tmp_path / "a.txt")])
-    texts = [text.get_text() for text in compare_runs.draw([group]).axes[0].texts]
-    assert texts == ["validation: 6.9316", "validation: 3.7829"]
-
-
-def test_the_picture_of_two_sides(tmp_path):
-    """The curve goes on to the last validation. Lines join the pairs."""
+def test_the_pictures_of_one_log_and_of_two_sides(tmp_path):
+    """That of one names its validations. A curve goes on to the last one. Lines join the pairs."""
     paths = [path for path in write_sides(tmp_path) if path not in ("--baseline", "--candidate")]
     runs = [*map(read_run, paths)]
+    alone = compare_runs.draw([compare_runs.Group("runs", runs[:1])]).axes[0]
+    names = [text.get_text() for text in alone.texts]
+    assert names == ["validation: 6.9316", "validation: 3.7829"]
     groups = [compare_runs.Group("baseline", runs[:4]), compare_runs.Group("candidate", runs[4:])]
     curves, _, finals = compare_runs.draw(groups).axes
     low, high = curves.get_ylim()

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import train_record
-from runs import SCRIPT, launch_command, process_environ
+from runs import SCRIPT, TORCHRUN, process_environ
 from scripts import read
 from texts import write_shard
 from torch import Tensor
@@ -89,7 +90,9 @@ def run_script(script: Path, folder: Path, environ: dict[str, str], ranks: int =
     own = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     folder.mkdir(exist_ok=True)
     settings = {"cwd": folder, "env": process_environ({**own, **environ}), "capture_output": True}
-    process = subprocess.run([*launch_command(ranks), script], text=True, timeout=500, **settings)
+    launcher = [TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"] if ranks > 0 else []
+    command = [sys.executable, *launcher, script]
+    process = subprocess.run(command, text=True, timeout=500, **settings)
     assert process.returncode == 0, process.stderr
     assert "WARNING" not in process.stdout
     assert ("replicas:identical" in process.stdout) == (ranks > 1)

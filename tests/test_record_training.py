@@ -46,29 +46,25 @@ EXPORT = [
     "SD_CLIP_EMBEDDING=3", "SD_CLIP_ATTENTION=3", "SD_CLIP_MLP=3", "GPTQ_BATCHES=1",
     "MATRIX_LEVELS=31 GPTQ_BATCHES=1 AWQ_COLUMNS=8", "RANS=1",
 ]  # fmt: skip
-LORA = "LORA_RANK=2 LORA_CHUNK=16 LORA_DOCUMENTS=1"
-TILT = "TILT_BOOST=2 TILT_TOKENS=2"
-SCORING = [
-    "LORA_RANK=2", f"{LORA} LORA_WEIGHT_DECAY=50", f"{LORA} LORA_SKIP=proj",
-    f"{LORA} LORA_CONTEXT=48", f"{LORA} LORA_SHORT_CHUNKS=1", f"{LORA} LORA_KEEP=1",
-    f"{LORA} LORA_KEEP=1 LORA_DOCUMENTS=2", "TILT_TOKENS=2 TILT_BOOST=2",
-    f"{LORA} {TILT} TILT_ORDER=stream",
-]  # fmt: skip
+# Those of the score are compared with plain versions in test_record_scoring.py.
+SCORING = (
+    f"{scoring.LORA} {scoring.PHASES} {scoring.TILT} LORA_WEIGHT_DECAY LORA_SKIP LORA_CONTEXT "
+    "LORA_SHORT_CHUNKS LORA_KEEP TILT_ORDER"
+)
 
 
 def test_each_knob_of_train_record_is_shown_to_act():
     """The exceptions need a GPU: OPTIMIZE_DDP changes what is compiled, FLASH_ATTENTION kernels."""
     knobs = [{field.name for field in fields(s.Hyperparameters)} for s in (train_gpt, train_record)]
-    plain = f"{STACK} {scoring.LORA} {scoring.PHASES} {scoring.TILT}"  # by plain versions
-    acts = [words.split()[-1] for words in TRAINING + EXPORT + SCORING] + plain.split()
+    acts = [words.split()[-1] for words in TRAINING + EXPORT] + f"{STACK} {SCORING}".split()
     acts = {knob.split("=")[0].lower() for knob in acts} - knobs[0]
     assert acts | {"optimize_ddp", "flash_attention"} == knobs[1] - knobs[0]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, knobs, tokenizer) -> Callable[..., tuple[Path, float]]:
-    """Run the script on short documents with these knobs, or score a model; a repeated call is
-    cached. Returns the folder and the score."""
+    """Run the script on short documents with these knobs; a repeated call is cached. Returns the
+    folder and the score."""
     data = tmp_path_factory.mktemp("short")
     sp = SentencePieceProcessor(model_file=str(tokenizer))
     documents = [[1, *sp.encode(text[start : start + 100])] for text in TEXTS for start in (0, 200)]
@@ -76,30 +72,26 @@ def run(tmp_path_factory, knobs, tokenizer) -> Callable[..., tuple[Path, float]]
     write_shard(data / "fineweb_train_0.bin", sum(documents[8:], []))
 
     @functools.cache
-    def run(words: str, script=train_record, *arguments: str) -> tuple[Path, float]:
+    def run(words: str) -> tuple[Path, float]:
         folder = tmp_path_factory.mktemp("run")
         settings = "ITERATIONS=3 MATRIX_LR=0.4 SCALAR_LR=0.4 MAX_VAL_TOKENS=192 VAL_BATCH_SIZE=192"
         environ = {**knobs, "DATA_PATH": str(data), **read(f"{TINY} {settings} {words}")}
-        result = run_here(folder, environ, script, arguments)
+        result = run_here(folder, environ, train_record)
         assert "WARNING" not in result.stdout
         return folder, scores(finished(result)[-1])[0]
 
     return run
 
 
-@pytest.mark.parametrize("words", TRAINING + EXPORT + SCORING, ids=lambda words: words.split()[-1])
-def test_a_technique_acts(run, words, all_matrices, monkeypatch):
+@pytest.mark.parametrize("words", TRAINING + EXPORT, ids=lambda words: words.split()[-1])
+def test_a_technique_acts(run, words, all_matrices):
     """A technique that does nothing gives the score of the same run without it."""
-    monkeypatch.setattr(score, "load_script", lambda path: train_record)
     base, _ = run("CHECKPOINT_EVERY=3")
-    start, *arguments = "", train_record
-    if words in EXPORT:
-        start = f"RESUME={base}/checkpoints/test.pt"  # a finished run: exports again
-    elif words in SCORING:
-        arguments = score, str(base / "final_model.int8.ptz")
+    # An export is that of a finished run, which exports again.
+    start = f"RESUME={base}/checkpoints/test.pt" if words in EXPORT else ""
     needed, _, knob = words.rpartition(" ")
-    folder, with_it = run(f"{start} {needed} {knob}", *arguments)
-    plain_folder, without = run(f"{start} {needed}", *arguments)
+    folder, with_it = run(f"{start} {needed} {knob}")
+    plain_folder, without = run(f"{start} {needed}")
     if knob == "RANS=1":  # it loses nothing
         assert with_it == without and not same_models(folder, plain_folder)
     else:
