@@ -85,7 +85,6 @@ def all_matrices(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, quantized_knobs) -> tuple[Path, list[str]]:
-    """Folder and log of a finished run of quantized_knobs, with a checkpoint of its last step.
-    Tests only read there."""
+    """Folder and log of a finished run with a checkpoint of its last step. Tests only read it."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, finished(run_here(folder, {**quantized_knobs, "CHECKPOINT_EVERY": "100"}))

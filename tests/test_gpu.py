@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -44,9 +43,7 @@ def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     return distances.max().item()  # NaN if any is
 
 
-def loss_and_gradients(
-    dtype: torch.dtype, compiled: bool, script: ModuleType = train_gpt, knobs: str = ""
-) -> list[Tensor]:
+def loss_and_gradients(dtype: torch.dtype, compiled: bool, script=train_gpt, knobs="") -> list:
     """Loss and gradients of a wide model without the zeros of the initial weights, on documents of
     50 tokens. With fewer rows than 48 x 256 Inductor makes no kernel with a mix-order reduction."""
     hp = script.Hyperparameters.from_env(read(f"NUM_LAYERS=2 TRAIN_SEQ_LEN=256 {knobs}"))

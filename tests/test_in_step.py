@@ -36,8 +36,7 @@ pytestmark = pytest.mark.baseline
 
 
 def split(lines: list[str], body: list[ast.stmt], first: int, prefix: str = "") -> dict[str, str]:
-    """The text of each part by its name. The first one starts at line `first`; every line of the
-    script belongs to a part."""
+    """The text of each part by its name. Each line, from line `first` on, belongs to a part."""
     parts = {}
     for node in body:
         words = re.match(r"[\w. |]*", lines[node.lineno - 1].strip())[0].strip()

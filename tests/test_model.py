@@ -1,7 +1,10 @@
-"""GPT: its size, dtypes and optimizer groups. Its initial weights, loss and gradients, and Muon's
-steps: test_reference.py."""
+"""GPT: its size, dtypes and optimizer groups. Figures of the script against those of the baseline's
+own file: helpers/reference_figures.py."""
+
+import json
 
 import pytest
+import reference_figures
 import torch
 from scripts import randomize
 from torch import nn
@@ -58,3 +61,10 @@ def test_a_parameter_without_a_group_and_an_unknown_group_are_named(monkeypatch)
     monkeypatch.setitem(train_gpt.OPTIMIZER_GROUPS, "test_vector", "adam")
     with pytest.raises(InputError, match="^OPTIMIZER_GROUPS has adam: use embed, head, matrix, sc"):
         parameter_groups(gpt, HP)
+
+
+@pytest.mark.baseline
+def test_figures_are_the_baselines():
+    wanted = json.loads(reference_figures.REFERENCE.read_text())
+    found = reference_figures.compute(train_gpt)
+    assert list(reference_figures.differences(found, wanted)) == []
