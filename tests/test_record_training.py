@@ -1,5 +1,5 @@
-"""train_record.py's runs: techniques act, none does by default; optimizers, schedules, data, averages;
-resumed runs, two ranks and stages of whole records."""
+"""train_record.py's runs: techniques act, none does by default; optimizers, schedules, data and the
+average; resumed runs, two ranks and stages of whole records."""
 
 import functools
 import json
