@@ -32,11 +32,6 @@ def pytest_configure(config) -> None:
     torch.set_num_threads(max(1, files.cores() // 2))  # several files share the cores
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    is_chosen = "records" in config.option.markexpr
-    return [] if is_chosen else ["tests marked records are left out: -m records runs them"]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "records" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("records")]
@@ -90,7 +85,6 @@ def all_matrices(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, quantized_knobs) -> tuple[Path, list[str]]:
-    """Folder and log of a finished run of quantized_knobs, with a checkpoint of its last step.
-    Tests only read there."""
+    """Folder and log of a finished run with a checkpoint of its last step. Tests only read it."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, finished(run_here(folder, {**quantized_knobs, "CHECKPOINT_EVERY": "100"}))

@@ -11,6 +11,7 @@ import kill_worker
 import pytest
 import torch
 from runs import TORCHRUN, failed, finished, run_here, run_ranks, same_models, scores, send_signals
+from scripts import read
 from texts import read_shard, write_shard
 
 import train_gpt
@@ -22,8 +23,7 @@ CHECKPOINT = Path("checkpoints", "test.pt")
 def long_knobs(knobs):
     """Knobs with enough steps to stop between two of them. Without a warm-up, any state of the
     process that the first step changes must be changed in a resumed run, too."""
-    more = {"ITERATIONS": "20", "WARMDOWN_ITERS": "15", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0"}
-    return {**knobs, **more}
+    return {**knobs, **read("ITERATIONS=20 WARMDOWN_ITERS=15 WARMUP_STEPS=0 VAL_LOSS_EVERY=0")}
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +126,7 @@ def test_other_train_shards_are_named(copied, long_knobs, dataset):
     failed(result, str(CHECKPOINT), "DATA_PATH")
 
 
-def test_the_current_dtype_and_rates_apply_and_the_rest_of_a_group_is_restored(
-    tmp_path, long_knobs
-):
+def test_the_current_dtype_and_rates_apply_the_rest_of_a_group_resumes(tmp_path, long_knobs):
     """A GPU's checkpoint, for example, can be exported again on a CPU."""
     environ = {**long_knobs, "ITERATIONS": "1", "CHECKPOINT_EVERY": "1"}
     finished(run_here(tmp_path, {**environ, "DTYPE": "bf16"}))
@@ -153,28 +151,23 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(copied, long_knobs):
     assert result.returncode == 1
 
 
-@pytest.mark.parametrize(
-    "changes, word",
-    [
-        ({}, "RESUME=auto"),
-        ({"RESUME": "base.pt"}, "RESUME=auto"),
-        ({"RESUME": "none.pt", "RUN_ID": "other"}, "RESUME='none.pt'"),
-        ({"RESUME": "auto", "SEED": "2"}, "SEED=1337"),
-        ({"RESUME": "auto", "CONTROL_TENSOR_NAME_PATTERNS": "c_q"}, "CONTROL_TENSOR_NAME_PATTERNS"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(
-    copied, long_knobs, changes, word
-):
+def test_a_checkpoint_that_does_not_fit_is_an_error_before_the_warm_up(copied, long_knobs):
     """The checkpoint is not overwritten. A run that was killed after a start from base.pt must not
     start from there again."""
     shutil.copy(copied / CHECKPOINT, copied / "base.pt")
     before = (copied / CHECKPOINT).read_bytes()
-    environ = {**long_knobs, "WARMUP_STEPS": "1", "CHECKPOINT_EVERY": "1", **changes}
-    result = run_here(copied, environ)
-    failed(result, word)
-    assert result.stdout == "" and not (copied / "logs").exists()
-    assert (copied / CHECKPOINT).read_bytes() == before
+    for changes, word in [
+        ("", "RESUME=auto"),
+        ("RESUME=base.pt", "RESUME=auto"),
+        ("RESUME=none.pt RUN_ID=other", "RESUME='none.pt'"),
+        ("RESUME=auto SEED=2", "SEED=1337"),
+        ("RESUME=auto CONTROL_TENSOR_NAME_PATTERNS=c_q", "CONTROL_TENSOR_NAME_PATTERNS"),
+    ]:
+        environ = {**long_knobs, **read(f"WARMUP_STEPS=1 CHECKPOINT_EVERY=1 {changes}")}
+        result = run_here(copied, environ)
+        failed(result, word)
+        assert result.stdout == "" and not (copied / "logs").exists()
+        assert (copied / CHECKPOINT).read_bytes() == before
 
 
 # ---- several ranks -------------------------------------------------------------------------------

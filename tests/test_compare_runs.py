@@ -73,27 +73,25 @@ def test_the_last_start_in_a_file_counts(tmp_path):
         assert run.train == {1: 6.9301, 10: 5.639} and run.val == {0: 6.9316, 18: 3.7829}
 
 
-@pytest.mark.parametrize(
-    "name, lines, stride",
-    [
+def test_the_score_is_the_last_line_with_eight_digits(tmp_path, capsys):
+    """The challenge's logs have score lines of their own, and may list the seed before the source.
+    If the line has no stride, this project's windows are side by side; others' are unknown."""
+    size = "Total submission size quantized+pergroup: 15907550 bytes\n"
+    log = f"Knobs:\n  seed: 7\n{LOG.replace('seed:42', '')}{size}"
+    expected = {"seed": 7, "total_bytes": 15907550, "val_loss": 2.31944212, "val_bpb": 1.05989454}
+    (tmp_path / "ours").write_text(LOG)
+    for name, lines, stride in [
         ("quantized_ttt_phased", "{} eval_time:455126ms\ntotal_eval_time:455.1s", None),
         ("final_sliding_window_exact", "a val_loss:2.0 val_bpb:1.0 stride:64 x:1ms\n{}", "64"),
         ("score_exact", "score val_loss:2.0 val_bpb:1.0 eval_time:9ms\n{}", "none"),
-    ],
-)
-def test_the_score_is_the_last_line_with_eight_digits(tmp_path, capsys, name, lines, stride):
-    """The challenge's logs have score lines of their own, and may list the seed before the source.
-    If the line has no stride, this project's windows are side by side; others' are unknown."""
-    score = lines.format(f"{name} val_loss:2.31944212 val_bpb:1.05989454")
-    size = "Total submission size quantized+pergroup: 15907550 bytes\n"
-    (tmp_path / "log").write_text(f"Knobs:\n  seed: 7\n{LOG.replace('seed:42', '')}{size}{score}")
-    run = read_run(tmp_path / "log")
-    expected = {"seed": 7, "total_bytes": 15907550, "val_loss": 2.31944212, "val_bpb": 1.05989454}
-    assert run.figures.items() >= expected.items() and run.facts["stride"] == stride
-    (tmp_path / "ours").write_text(LOG)
-    code, out = compare(capsys, *tmp_path.iterdir())
-    assert code == 0 and f"scores: {name} in {tmp_path}/log" in out
-    assert f"scores: final_int8_zlib_roundtrip_exact in {tmp_path}/ours" in out
+    ]:
+        score = lines.format(f"{name} val_loss:2.31944212 val_bpb:1.05989454")
+        (tmp_path / "log").write_text(f"{log}{score}")
+        run = read_run(tmp_path / "log")
+        assert run.figures.items() >= expected.items() and run.facts["stride"] == stride
+        code, out = compare(capsys, tmp_path / "log", tmp_path / "ours")
+        assert code == 0 and f"scores: {name} in {tmp_path}/log" in out
+        assert f"scores: final_int8_zlib_roundtrip_exact in {tmp_path}/ours" in out
 
 
 def test_the_script_of_the_last_start_comes_back_byte_for_byte(tmp_path):
@@ -275,17 +273,13 @@ def test_the_picture_of_logs(tmp_path, capsys, monkeypatch):
     assert finals.get_xlabel() == ""
 
 
-def test_the_picture_of_one_log_names_the_validation(tmp_path):
-    (tmp_path / "a.txt").write_text(LOG)
-    group = compare_runs.Group("runs", [read_run(tmp_path / "a.txt")])
-    texts = [text.get_text() for text in compare_runs.draw([group]).axes[0].texts]
-    assert texts == ["validation: 6.9316", "validation: 3.7829"]
-
-
-def test_the_picture_of_two_sides(tmp_path):
-    """The curve goes on to the last validation. Lines join the pairs."""
+def test_the_pictures_of_one_log_and_of_two_sides(tmp_path):
+    """That of one names its validations. A curve goes on to the last one. Lines join the pairs."""
     paths = [path for path in write_sides(tmp_path) if path not in ("--baseline", "--candidate")]
     runs = [*map(read_run, paths)]
+    alone = compare_runs.draw([compare_runs.Group("runs", runs[:1])]).axes[0]
+    names = [text.get_text() for text in alone.texts]
+    assert names == ["validation: 6.9316", "validation: 3.7829"]
     groups = [compare_runs.Group("baseline", runs[:4]), compare_runs.Group("candidate", runs[4:])]
     curves, _, finals = compare_runs.draw(groups).axes
     low, high = curves.get_ylim()

@@ -8,11 +8,10 @@ import sys
 
 import edits
 import pytest
-import runs
 import torch
 import train_record
 from edits import edit_script
-from runs import ALONE, ROOT, SCRIPT, failed, finished, run_here
+from runs import ALONE, ROOT, SCRIPT, failed, finished, process_environ, run_here, same_models
 from torch import nn
 from trained import load_script
 
@@ -100,7 +99,7 @@ def test_copied_techniques_equal_their_knobs_bit_for_bit(tmp_path, knobs):
     edited.write_text(edit_script(SCRIPT.read_text(), *edits.RECORDS.values()))
     by_hand = finished(run_here(tmp_path / "a", knobs, load_script(edited)))
     by_knob = finished(run_here(tmp_path / "b", {**knobs, **edits.RECORD_KNOBS}, train_record))
-    assert runs.same_models(tmp_path / "a", tmp_path / "b")
+    assert same_models(tmp_path / "a", tmp_path / "b")
     assert by_hand[-1] == by_knob[-1]
 
 
@@ -113,5 +112,5 @@ def test_tests_that_are_not_baseline_stay_green(tmp_path, case):
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=keep)
     (copy / "train_gpt.py").write_text(edit_script(SCRIPT.read_text(), *CASES[case].values()))
     command = [sys.executable, "-m", "pytest", "tests", "-q", "-m", "not baseline and not records"]
-    result = subprocess.run(command, cwd=copy, env=runs.process_environ({}), capture_output=True)
+    result = subprocess.run(command, cwd=copy, env=process_environ({}), capture_output=True)
     assert result.returncode == 0, result.stdout.decode()[-3000:]

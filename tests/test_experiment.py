@@ -19,7 +19,7 @@ import experiment
 import pack
 import pytest
 import torch
-from runs import ROOT, SCRIPT, launch_command, process_environ, run_here, start_in_terminal
+from runs import ROOT, SCRIPT, process_environ, run_here, start_in_terminal
 
 import train_gpt
 
@@ -160,7 +160,7 @@ def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, sm
     environ = {"ITERATIONS": "400", "TRAIN_LOG_EVERY": "5", "NUM_LAYERS": "1"}
     out = tmp_path / "out"
     arguments = ["--set", "ITERATIONS=6", "--seeds", "1", "--out", str(out)]
-    command = [*launch_command(0), experiment.__file__, *arguments, "--jobs", "2"]
+    command = [sys.executable, experiment.__file__, *arguments, "--jobs", "2"]
     process, terminal = start_in_terminal(tmp_path, {**small, **environ}, command)
     seen = b""
     while not any("step:5/400 " in path.read_text() for path in out.glob("*/1/output.txt")):
@@ -191,21 +191,18 @@ def test_a_folder_with_other_files_or_another_experiment_is_refused(tmp_path, ru
     assert (code, output) == (2, "") and "is running" in errors
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--set", "MATRX_LR=0.1"], "did you mean MATRIX_LR?"),
-        (["--set", "XSA_LAYERS=2"], "a knob of --script tests/records/train_record.py"),
-        (["--set", "SEED=5"], "use --seeds"),
-        (["--set", "MATRIX_LR=x"], "MATRIX_LR='x'"),
-        (["--base", str(SCRIPT)], "git show HEAD~1:"),
-        (["--jobs", "-1"], "argument --jobs: '-1' is not a whole number >= 1"),
-        (["--picture", f"{SCRIPT}/a.png"], "name another file"),
-    ],
-)
-def test_user_errors_are_one_line_before_any_run(run, arguments, words):
-    code, output, errors = run(*arguments)
-    assert (code, output, errors.count("\n")) == (2, "", 1) and words in errors
+def test_user_errors_are_one_line_before_any_run(run):
+    for option, value, words in [
+        ("--set", "MATRX_LR=0.1", "did you mean MATRIX_LR?"),
+        ("--set", "XSA_LAYERS=2", "a knob of --script tests/records/train_record.py"),
+        ("--set", "SEED=5", "use --seeds"),
+        ("--set", "MATRIX_LR=x", "MATRIX_LR='x'"),
+        ("--base", str(SCRIPT), "git show HEAD~1:"),
+        ("--jobs", "-1", "argument --jobs: '-1' is not a whole number >= 1"),
+        ("--picture", f"{SCRIPT}/a.png", "name another file"),
+    ]:
+        code, output, errors = run(option, value)
+        assert (code, output, errors.count("\n")) == (2, "", 1) and words in errors
 
 
 @pytest.mark.parametrize(
@@ -277,9 +274,7 @@ def test_other_texts_are_not_compared_and_other_data_get_other_folders(
     assert sums[0] != sums[1]
 
 
-def finished_pairs(
-    folder: Path, *results: tuple, bpb: tuple[float, float] = (0.5, 0.5)
-) -> experiment.Experiment:
+def finished_pairs(folder: Path, *results: tuple, bpb=(0.5, 0.5)) -> experiment.Experiment:
     """An experiment whose runs have these losses; those that lack one have not finished. bpb: bits
     per byte of a loss of 1, by side."""
     hp = train_gpt.Hyperparameters(iterations=1)

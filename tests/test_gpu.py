@@ -4,14 +4,14 @@ import gc
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 import train_record
-from runs import SCRIPT, launch_command, process_environ
+from runs import SCRIPT, TORCHRUN, process_environ
 from scripts import read
 from texts import write_shard
 from torch import Tensor
@@ -43,9 +43,7 @@ def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     return distances.max().item()  # NaN if any is
 
 
-def loss_and_gradients(
-    dtype: torch.dtype, compiled: bool, script: ModuleType = train_gpt, knobs: str = ""
-) -> list[Tensor]:
+def loss_and_gradients(dtype: torch.dtype, compiled: bool, script=train_gpt, knobs="") -> list:
     """Loss and gradients of a wide model without the zeros of the initial weights, on documents of
     50 tokens. With fewer rows than 48 x 256 Inductor makes no kernel with a mix-order reduction."""
     hp = script.Hyperparameters.from_env(read(f"NUM_LAYERS=2 TRAIN_SEQ_LEN=256 {knobs}"))
@@ -89,7 +87,9 @@ def run_script(script: Path, folder: Path, environ: dict[str, str], ranks: int =
     own = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     folder.mkdir(exist_ok=True)
     settings = {"cwd": folder, "env": process_environ({**own, **environ}), "capture_output": True}
-    process = subprocess.run([*launch_command(ranks), script], text=True, timeout=500, **settings)
+    launcher = [TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"] if ranks > 0 else []
+    command = [sys.executable, *launcher, script]
+    process = subprocess.run(command, text=True, timeout=500, **settings)
     assert process.returncode == 0, process.stderr
     assert "WARNING" not in process.stdout
     assert ("replicas:identical" in process.stdout) == (ranks > 1)

@@ -72,23 +72,20 @@ def test_a_bad_value_is_one_line_with_its_variable_and_value(knobs, name, text):
         Hyperparameters.from_env({**knobs, name: text})
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(MODEL_DIM="12"), "MODEL_DIM=12 .*even.* NUM_HEADS=4"),
-        (dict(NUM_KV_HEADS="3"), "NUM_KV_HEADS=3 .*NUM_HEADS=4"),
-        (dict(TRAIN_BATCH_TOKENS="128"), "TRAIN_BATCH_TOKENS=128 .*256: .*=8 .*TRAIN_SEQ_LEN=32"),
-        (dict(BATCH_SLOTS="64"), "TRAIN_BATCH_TOKENS=512 .*2048: BATCH_SLOTS=64"),
-        (dict(VAL_BATCH_SIZE="255"), "VAL_BATCH_SIZE=255 .*256: .*TRAIN_SEQ_LEN=32"),
-        (dict(RESUME="auto"), "RESUME='auto' .*RUN_ID"),
-        (dict(PRESET="record2135"), "PRESET='record2135' .*tests/records/train_record.py"),
-    ],
-)
-def test_knobs_that_do_not_go_together(knobs, changes, words):
+def test_knobs_that_do_not_go_together(knobs):
     environ = {name: text for name, text in knobs.items() if name != "RUN_ID"}
     Hyperparameters.from_env({**environ, "VAL_BATCH_SIZE": "256"})  # the smallest
-    with pytest.raises(InputError, match=words):
-        Hyperparameters.from_env({**environ, **changes})
+    for name, text, words in [
+        ("MODEL_DIM", "12", "MODEL_DIM=12 .*even.* NUM_HEADS=4"),
+        ("NUM_KV_HEADS", "3", "NUM_KV_HEADS=3 .*NUM_HEADS=4"),
+        ("TRAIN_BATCH_TOKENS", "128", "TRAIN_BATCH_TOKENS=128 .*256: .*=8 .*TRAIN_SEQ_LEN=32"),
+        ("BATCH_SLOTS", "64", "TRAIN_BATCH_TOKENS=512 .*2048: BATCH_SLOTS=64"),
+        ("VAL_BATCH_SIZE", "255", "VAL_BATCH_SIZE=255 .*256: .*TRAIN_SEQ_LEN=32"),
+        ("RESUME", "auto", "RESUME='auto' .*RUN_ID"),
+        ("PRESET", "record2135", "PRESET='record2135' .*tests/records/train_record.py"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            Hyperparameters.from_env({**environ, name: text})
 
 
 def test_a_number_is_0_or_more_unless_its_comment_says_what_0_disables(knobs):
@@ -120,7 +117,6 @@ def test_a_misspelled_knob_is_named_and_the_variables_of_a_usual_machine_are_not
     log = finished(run_here(tmp_path, {**environ, "ITERATIONS": "0"}))
     named = [line for line in log if line.startswith("unknown_knob:")]
     assert len(named) == 8 and log[-6:-2] == named[:4] == named[4:]  # again at the end
-    for line, knob in zip(
-        named, ("MATRIX_LR", "NUM_LAYERS", "ITERATIONS", "ITERATIONS"), strict=False
-    ):
+    meant = ("MATRIX_LR", "NUM_LAYERS", "ITERATIONS", "ITERATIONS")
+    for line, knob in zip(named, meant, strict=False):
         assert line.endswith(f"did you mean {knob}?")

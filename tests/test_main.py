@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import runs
 import torch
-from runs import SCRIPT, failed, finished, run_here, scores
+from runs import ARTIFACT, MODEL, RESULT, SCRIPT, failed, finished, run_here, scores
 from texts import TEXTS, read_shard, train_tokenizer
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters
 
-MODEL, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
 LOSS = r"\d+\.\d{4}"
 SCORE = rf"val_loss:{LOSS} val_bpb:{LOSS}"
 TIMES = r"train_time:\d+ms step_avg:\d+\.\d{2}ms"

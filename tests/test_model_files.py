@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import score
 import torch
-from runs import SCRIPT, failed, finished, run_here, run_ranks, scores
+from runs import ARTIFACT, MODEL, RESULT, SCRIPT, failed, finished, run_here, run_ranks, scores
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters, InputError, load_weights
 
-ARTIFACT, MODEL, CHECKPOINT = "final_model.int8.ptz", "final_model.pt", "checkpoints/test.pt"
-RESULT = "final_result.json"
+CHECKPOINT = "checkpoints/test.pt"
 
 
 # ---- damaged and foreign files -------------------------------------------------------------------

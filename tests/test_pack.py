@@ -52,8 +52,7 @@ def test_a_minified_module_can_be_inspected(tmp_path):
 
 
 def test_a_packed_script_shows_its_lines_in_a_traceback(tmp_path):
-    """It has a byte order mark, and a name whose characters stdout lacks. Another module called
-    files is on the path."""
+    """It has a byte order mark and a name that stdout lacks. Another files.py is on the path."""
     (tmp_path / "运行.py").write_text("print('é')\n1 / 0  # é\n", encoding="utf-8-sig")
     (tmp_path / "files.py").write_text("1 / 0")
     (tmp_path / "stdout").symlink_to("/dev/fd/1")  # a pipe

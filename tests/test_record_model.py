@@ -42,20 +42,20 @@ SLOT = "TRAIN_BATCH_TOKENS=512 TRAIN_SEQ_LEN=32 CONTEXT_GROWTH"
 TWO_LANES = "TWO_LANES=1 LOOP_LAYERS=2"
 
 
-@pytest.mark.parametrize(
-    "knobs, words",
-    [
-        ("WHOLE_DOCUMENTS=1", "WHOLE_DOCUMENTS=True must be 0 without DOCUMENT_MASK=1"),
-        (f"{TWO_LANES} NUM_LAYERS=4 LOOP_FIRST=1 PARALLEL_LAYERS=2", "LOOP_LAYERS=2 must be lower"),
-        (f"{TWO_LANES} NUM_LAYERS=6 LOOP_FIRST=4 PARALLEL_LAYERS=1", "LOOP_LAYERS=2 must be lower"),
-        ("NUM_LAYERS=5 LOOP_FIRST=4 LOOP_LAYERS=2", "LOOP_FIRST=4 must be at most "),
-        (f"{SLOT}=0.3:0.5", "CONTEXT_GROWTH=.* divide a slot of 64"),
-        (f"{SLOT}=0.5:0.7,0.25:0.2", "CONTEXT_GROWTH=.* must be in order"),
-        ("SMEAR_CHANNELS=40 MODEL_DIM=32", "SMEAR_CHANNELS=40 must be at most MODEL_DIM"),
-        ("MATRIX_LEVELS=0", "MATRIX_LEVELS=0 must be 1 to 127"),
-        ("LORA_SKIP=c_k,k", "LORA_SKIP=.* must be some of c_q, c_k, c_v, proj, fc, lm_head"),
-    ],
-)
+REFUSED = [
+    ("WHOLE_DOCUMENTS=1", "WHOLE_DOCUMENTS=True must be 0 without DOCUMENT_MASK=1"),
+    (f"{TWO_LANES} NUM_LAYERS=4 LOOP_FIRST=1 PARALLEL_LAYERS=2", "LOOP_LAYERS=2 must be lower"),
+    (f"{TWO_LANES} NUM_LAYERS=6 LOOP_FIRST=4 PARALLEL_LAYERS=1", "LOOP_LAYERS=2 must be lower"),
+    ("NUM_LAYERS=5 LOOP_FIRST=4 LOOP_LAYERS=2", "LOOP_FIRST=4 must be at most "),
+    (f"{SLOT}=0.3:0.5", "CONTEXT_GROWTH=.* divide a slot of 64"),
+    (f"{SLOT}=0.5:0.7,0.25:0.2", "CONTEXT_GROWTH=.* must be in order"),
+    ("SMEAR_CHANNELS=40 MODEL_DIM=32", "SMEAR_CHANNELS=40 must be at most MODEL_DIM"),
+    ("MATRIX_LEVELS=0", "MATRIX_LEVELS=0 must be 1 to 127"),
+    ("LORA_SKIP=c_k,k", "LORA_SKIP=.* must be some of c_q, c_k, c_v, proj, fc, lm_head"),
+]
+
+
+@pytest.mark.parametrize("knobs, words", REFUSED)
 def test_a_knob_that_does_not_fit_the_others_is_refused(knobs, words):
     with pytest.raises(train_record.InputError, match=words):
         from_env(read(knobs))

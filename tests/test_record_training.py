@@ -1,24 +1,18 @@
-"""train_record.py's runs: every technique acts, none does by default; optimizers, schedules, data,
-averages; resumed runs, two ranks and stages of whole records."""
+"""train_record.py's runs: techniques act, none does by default; optimizers, schedules, data and the
+average; resumed runs, two ranks and stages of whole records."""
 
 import functools
 import json
 import re
 import signal
-from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import score
-import test_record_scoring as scoring
 import torch
 import train_record
 from runs import ALONE, finished, run_here, run_ranks, same_models, scores, send_signals
 from scripts import RECORDS, random_model, read, record_knobs
-from sentencepiece import SentencePieceProcessor
-from test_record_model import STACK
-from texts import TEXTS, write_shard
+from texts import write_shard
 from torch import nn
 from torch._dynamo.utils import counters
 from train_record import ShuffledTokenLoader, TrainingState
@@ -33,77 +27,18 @@ TINY = (
 )
 
 
-# ---- Each technique acts -------------------------------------------------------------------------
-# The last knob must act. The knobs before it are those that it needs.
-TRAINING = [
-    "MIN_LR=0.5", "CONTEXT_GROWTH=0.25:0.6", "SHUFFLE=1", "DOCUMENT_MASK=1",
-    "DOCUMENT_MASK=1 WHOLE_DOCUMENTS=1", "LOOP_LAYERS=1 LOOP_TIMES=2",
-    "LOOP_LAYERS=1 LOOP_FROM=0.7", "MUON_EQUAL_ROWS=1", "MUON_WEIGHT_DECAY=0.5",
-    "EMBED_WEIGHT_DECAY=0.5", "ADAM_WEIGHT_DECAY=0.5", "EMA_DECAY=0.5",
-]  # fmt: skip
-EXPORT = [
-    "SCALE_FLOOR=0", "SCALE_FLOOR=0 MATRIX_LEVELS=31", "SCALE_FLOOR=0 EMBED_LEVELS=31",
-    "SD_CLIP_EMBEDDING=3", "SD_CLIP_ATTENTION=3", "SD_CLIP_MLP=3", "GPTQ_BATCHES=1",
-    "MATRIX_LEVELS=31 GPTQ_BATCHES=1 AWQ_COLUMNS=8", "RANS=1",
-]  # fmt: skip
-LORA = "LORA_RANK=2 LORA_CHUNK=16 LORA_DOCUMENTS=1"
-TILT = "TILT_BOOST=2 TILT_TOKENS=2"
-SCORING = [
-    "LORA_RANK=2", f"{LORA} LORA_WEIGHT_DECAY=50", f"{LORA} LORA_SKIP=proj",
-    f"{LORA} LORA_CONTEXT=48", f"{LORA} LORA_SHORT_CHUNKS=1", f"{LORA} LORA_KEEP=1",
-    f"{LORA} LORA_KEEP=1 LORA_DOCUMENTS=2", "TILT_TOKENS=2 TILT_BOOST=2",
-    f"{LORA} {TILT} TILT_ORDER=stream",
-]  # fmt: skip
-
-
-def test_each_knob_of_train_record_is_shown_to_act():
-    """The exceptions need a GPU: OPTIMIZE_DDP changes what is compiled, FLASH_ATTENTION kernels."""
-    knobs = [{field.name for field in fields(s.Hyperparameters)} for s in (train_gpt, train_record)]
-    plain = f"{STACK} {scoring.LORA} {scoring.PHASES} {scoring.TILT}"  # by plain versions
-    acts = [words.split()[-1] for words in TRAINING + EXPORT + SCORING] + plain.split()
-    acts = {knob.split("=")[0].lower() for knob in acts} - knobs[0]
-    assert acts | {"optimize_ddp", "flash_attention"} == knobs[1] - knobs[0]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, knobs, tokenizer) -> Callable[..., tuple[Path, float]]:
-    """Run the script on short documents with these knobs, or score a model; a repeated call is
-    cached. Returns the folder and the score."""
-    data = tmp_path_factory.mktemp("short")
-    sp = SentencePieceProcessor(model_file=str(tokenizer))
-    documents = [[1, *sp.encode(text[start : start + 100])] for text in TEXTS for start in (0, 200)]
-    write_shard(data / "fineweb_val_0.bin", sum(documents[:8], []))
-    write_shard(data / "fineweb_train_0.bin", sum(documents[8:], []))
-
-    @functools.cache
-    def run(words: str, script=train_record, *arguments: str) -> tuple[Path, float]:
-        folder = tmp_path_factory.mktemp("run")
-        settings = "ITERATIONS=3 MATRIX_LR=0.4 SCALAR_LR=0.4 MAX_VAL_TOKENS=192 VAL_BATCH_SIZE=192"
-        environ = {**knobs, "DATA_PATH": str(data), **read(f"{TINY} {settings} {words}")}
-        result = run_here(folder, environ, script, arguments)
-        assert "WARNING" not in result.stdout
-        return folder, scores(finished(result)[-1])[0]
-
-    return run
-
-
-@pytest.mark.parametrize("words", TRAINING + EXPORT + SCORING, ids=lambda words: words.split()[-1])
-def test_a_technique_acts(run, words, all_matrices, monkeypatch):
-    """A technique that does nothing gives the score of the same run without it."""
-    monkeypatch.setattr(score, "load_script", lambda path: train_record)
-    base, _ = run("CHECKPOINT_EVERY=3")
-    start, *arguments = "", train_record
-    if words in EXPORT:
-        start = f"RESUME={base}/checkpoints/test.pt"  # a finished run: exports again
-    elif words in SCORING:
-        arguments = score, str(base / "final_model.int8.ptz")
-    needed, _, knob = words.rpartition(" ")
-    folder, with_it = run(f"{start} {needed} {knob}", *arguments)
-    plain_folder, without = run(f"{start} {needed}", *arguments)
-    if knob == "RANS=1":  # it loses nothing
-        assert with_it == without and not same_models(folder, plain_folder)
-    else:
-        assert abs(with_it - without) > 1e-5  # more than rounding
+# ---- Techniques ----------------------------------------------------------------------------------
+def test_a_technique_acts(tmp_path, knobs, all_matrices):
+    """A technique that does nothing gives the score of the run without it. (The knobs of schedules
+    and optimizers: below. Of the model, the quantizer and the score: test_record_*.py.)"""
+    ends = {}
+    for knob in ("SHUFFLE=0", "SHUFFLE=1", "MUON_EQUAL_ROWS=1", "EMA_DECAY=0.5", "RANS=1"):
+        log = finished(run_here(tmp_path / knob, {**knobs, **read(f"{TINY} {knob}")}, train_record))
+        ends[knob] = scores(log[-1])[0]
+    plain = ends.pop("SHUFFLE=0")
+    assert ends.pop("RANS=1") == plain  # it loses nothing
+    assert not same_models(tmp_path / "RANS=1", tmp_path / "SHUFFLE=0")
+    assert all(abs(end - plain) > 1e-5 for end in ends.values()), ends  # more than rounding
 
 
 EDGES = "TIE_EMBEDDINGS=0 GRAD_CLIP_NORM=0.1 WARMDOWN_FRAC=0.5 EVAL_STRIDE=16 DTYPE=bf16 SEED=3"

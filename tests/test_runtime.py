@@ -16,6 +16,7 @@ import pytest
 import runs
 import torch
 from runs import SCRIPT, failed, finished, run_here, run_ranks
+from scripts import read
 from texts import write_shard
 
 import train_gpt
@@ -28,16 +29,11 @@ def test_a_world_size_that_does_not_divide_the_slots(tmp_path, knobs, world_size
     failed(run_here(tmp_path, environ), f"WORLD_SIZE={world_size}", "BATCH_SLOTS=2")
 
 
-@pytest.mark.parametrize(
-    "left, word",
-    [
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun"),
-        ({"LOCAL_RANK": "99", "DEVICE": "cuda"}, "no GPU 99"),
-    ],
-)
-def test_what_a_job_left_over_and_a_missing_gpu_are_one_error(tmp_path, knobs, left, word):
-    result = run_here(tmp_path, {**knobs, **left})
-    assert failed(result, word).count("\n") == 0
+def test_what_a_job_left_over_and_a_missing_gpu_are_one_error(tmp_path, knobs):
+    words = {"RANK=0 WORLD_SIZE=1": "torchrun", "LOCAL_RANK=99 DEVICE=cuda": "no GPU 99"}
+    for left, word in words.items():
+        error = failed(run_here(tmp_path, {**knobs, **read(left)}), word)
+        assert error.count("\n") == 0
 
 
 def test_inductors_mix_order_reduction_is_off():
@@ -152,9 +148,8 @@ def clock_of_steps() -> None:
 def test_the_wallclock_cap_stops_all_ranks_after_the_same_step(tmp_path, knobs):
     """Rank 0's clock, paused in checkpoints and validations, decides. Learning rates follow it,
     too, so that all ranks keep the same weights. The last loss, a mean over ranks, may be nan."""
-    environ = {**knobs, "ITERATIONS": "100000", "MAX_WALLCLOCK_SECONDS": "1"}
-    environ |= {"TRAIN_LOG_EVERY": "16"}
-    environ |= {"CHECKPOINT_EVERY": "6", "VAL_LOSS_EVERY": "8", "WARMDOWN_ITERS": "12"}
+    settings = "ITERATIONS=100000 MAX_WALLCLOCK_SECONDS=1 TRAIN_LOG_EVERY=16 CHECKPOINT_EVERY=6"
+    environ = {**knobs, **read(f"{settings} VAL_LOSS_EVERY=8 WARMDOWN_ITERS=12")}
     result, second = run_ranks(tmp_path, environ, 2, edit=clock_of_steps)
     lines = finished(result)
     assert second.returncode == 0

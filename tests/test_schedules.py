@@ -9,20 +9,17 @@ BY_STEPS = {"iterations": 100, "max_wallclock_seconds": 0.0, "warmdown_iters": 2
 BY_TIME = {"iterations": 1000, "max_wallclock_seconds": 10.0, "warmdown_iters": 20}
 
 
-@pytest.mark.parametrize(
-    "knobs, step_ms",
-    [
+def test_warmdown_over_the_last_fifth_of_a_run():
+    steps = (0, 1, 79, 80, 85, 90, 99, 100, 120)
+    for knobs, step_ms in [
         (BY_STEPS, 1e9),
         (BY_TIME, 100.0),  # 20 steps of warmdown take the last 2 of 10 seconds
         ({**BY_STEPS, "warmdown_frac": 0.2, "warmdown_iters": 0}, 1e9),
         ({**BY_TIME, "warmdown_frac": 0.2, "warmdown_iters": 1200}, 100.0),  # the time ends first
         ({**BY_TIME, "warmdown_frac": 0.2, "iterations": 100}, 1.0),  # the steps end first
-    ],
-)
-def test_warmdown_over_the_last_fifth_of_a_run(knobs, step_ms):
-    steps = (0, 1, 79, 80, 85, 90, 99, 100, 120)
-    factors = [lr_factor(Hyperparameters(**knobs), step, step * step_ms) for step in steps]
-    assert factors == pytest.approx([1, 1, 1, 1, 0.75, 0.5, 0.05, 0, 0])
+    ]:
+        factors = [lr_factor(Hyperparameters(**knobs), step, step * step_ms) for step in steps]
+        assert factors == pytest.approx([1, 1, 1, 1, 0.75, 0.5, 0.05, 0, 0]), knobs
 
 
 def test_a_run_shorter_than_its_warmdown_and_one_without():

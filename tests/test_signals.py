@@ -11,9 +11,8 @@ import zlib
 from functools import partial
 
 import pytest
-import runs
 import torch
-from runs import SCRIPT, call_before, finished, run_here, run_ranks, send_signals
+from runs import SCRIPT, call_before, finished, run_here, run_ranks, send_signals, start_in_terminal
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters
@@ -84,10 +83,8 @@ def test_a_signal_to_one_rank_in_the_export_ends_all(tmp_path, knobs):
     assert results[0].stdout.splitlines()[-1].startswith("stopped: signal:15: not scored")
 
 
-def test_a_signal_ends_the_scoring_also_as_the_first_process_of_a_container(
-    tmp_path, knobs, monkeypatch
-):
-    """Without a handler of its own, PID 1 gets no signals."""
+def test_a_signal_ends_the_scoring_also_as_pid_1(tmp_path, knobs, monkeypatch):
+    """The first process of a container gets no signals without a handler of its own."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     call_before(monkeypatch, train_gpt, "evaluate", lambda *_: signal.raise_signal(15))
     assert run_here(tmp_path, {**knobs, **QUICK}).returncode == 143
@@ -102,7 +99,7 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(tmp_path, knobs, mo
 
 def test_a_closed_terminal_loses_nothing(tmp_path, knobs):
     environ = {**knobs, **QUICK, "ITERATIONS": "100000"}
-    process, terminal = runs.start_in_terminal(tmp_path, environ, [sys.executable, SCRIPT])
+    process, terminal = start_in_terminal(tmp_path, environ, [sys.executable, SCRIPT])
     with open(terminal, "rb", buffering=0) as lines:
         status = rb"tokens/s, step:1/100000\r\x1b\[Kstep:2/"  # cleared before the next line
         assert any(re.search(status, line) for line in itertools.islice(lines, 20))

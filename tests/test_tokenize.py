@@ -188,8 +188,7 @@ def test_a_short_split_is_named(tmp_path, tokenizer, capsys):
 
 
 def test_documents_of_plain_text_and_json_lines(tmp_path):
-    """Text is cut at the first blank line after 2,000 bytes, not counting CR. A file of JSON lines
-    may have any name."""
+    """Text is cut at a blank line after 2,000 bytes without CR. JSON lines may have any name."""
     a, b, c, d, e = ("\u00e9\n" + f"{letter}\n" * 350 for letter in "abcde")
     text, path = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"]), tmp_path / "my.txt"
     for ends in ("\n", "\r\n"):
@@ -269,8 +268,7 @@ def test_two_commands_do_not_write_to_one_folder_at_once(tmp_path):
 
 
 def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer):
-    """Each dataset has its own documents. A dataset of unknown documents is another's. The same
-    documents may replace theirs."""
+    """A dataset of unknown documents is another's. The same documents may replace theirs."""
     shuffle, out = ["--reuse-sp-model", f"384={tokenizer}", "--shuffle", 1], tmp_path / "out"
     a, b = (write_documents(tmp_path / name, TEXTS[:count]) for name, count in (("a", 9), ("b", 8)))
     for name, docs in (("one", a), ("two", b), ("one", a)):

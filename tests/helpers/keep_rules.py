@@ -24,8 +24,6 @@ PAIR = float(np.median(PAIRS))
 EFFECTS = (0, 0.5, 1, 2, 3)  # true gains, in units of PAIR
 GROUPS = 4000  # each has a hundred changes
 
-Result = tuple[np.ndarray, float]  # mask of the changes it keeps; runs for a hundred changes
-
 
 def looks(
     gains: np.ndarray, most: int, by: float = 0.0, alpha: float = anytime.ALPHA, early: bool = True
@@ -51,7 +49,8 @@ def draw_gains() -> np.ndarray:
     return random.choice(PAIRS, (600, 100, 1)) * random.standard_normal((600, 100, 16))
 
 
-def experiment(gains: np.ndarray, most: int, **options: float) -> Result:
+def experiment(gains: np.ndarray, most: int, **options: float) -> tuple[np.ndarray, float]:
+    """Return which changes it keeps, and the runs for a hundred changes."""
     kept, pairs, _ = looks(gains, most, **options)
     return kept, 100 * pairs.mean() + most
 

@@ -28,6 +28,7 @@ from train_gpt import Log, Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "train_gpt.py"
+MODEL, ARTIFACT, RESULT = "final_model.pt", "final_model.int8.ptz", "final_result.json"
 TORCHRUN = Path(torch.distributed.__file__).with_name("run.py")
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, False)  # one process, without a log
 
@@ -174,15 +175,7 @@ def send_signals(
     call_before(monkeypatch, script, "train_step", send)
 
 
-def launch_command(ranks: int) -> list[str]:
-    """Return the command that starts a script: Python, or torchrun if ranks > 0."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [sys.executable, *(launcher if ranks > 0 else [])]
-
-
-def start_in_terminal(
-    folder: Path, environ: dict[str, str], command: list[str | Path]
-) -> tuple[subprocess.Popen, int]:
+def start_in_terminal(folder: Path, environ: dict, command: list) -> tuple[subprocess.Popen, int]:
     """Start a command in a new terminal. Also returns the other end of the terminal, to read the
     output from; closing this end closes the terminal."""
     master, slave = pty.openpty()
@@ -212,7 +205,7 @@ def failed(result: subprocess.CompletedProcess, *words: str) -> str:
 
 def same_models(first: Path, second: Path) -> bool:
     """Return whether two runs ended with the same bits."""
-    names = ("final_model.pt", "final_model.int8.ptz")
+    names = (MODEL, ARTIFACT)
     return all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
 
 

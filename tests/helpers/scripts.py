@@ -39,8 +39,6 @@ def randomize(gpt: nn.Module) -> nn.Module:
     return gpt
 
 
-def random_model(
-    script: ModuleType, environ: dict[str, str], dtype: torch.dtype = torch.float32
-) -> nn.Module:
+def random_model(script: ModuleType, environ: dict[str, str]) -> nn.Module:
     """A model with these knobs and random weights."""
-    return randomize(script.GPT(script.Hyperparameters.from_env(environ), dtype))
+    return randomize(script.GPT(script.Hyperparameters.from_env(environ), torch.float32))

@@ -1,9 +1,9 @@
-"""Draw what Newton-Schulz does to the singular values of a gradient, for README.md.
+"""Draw two pictures of README.md: learning rate and Muon's momentum over a run of the demo and a
+default run; what Newton-Schulz does to the singular values of an MLP's gradient after 20 steps.
 
-    PRESET=demo python tests/helpers/draw_newton_schulz.py tests/pictures/newton_schulz.svg
+    PRESET=demo python tests/helpers/draw_pictures.py
 
-The gradient is that of an MLP matrix after 20 steps. Start it where the demo ran. Needs
-matplotlib."""
+Start it where the demo ran. It writes into tests/pictures, and needs matplotlib."""
 
 import os
 import sys
@@ -19,8 +19,27 @@ from demo_curve import Figure  # noqa: E402  (with its style)
 
 import train_gpt  # noqa: E402
 
+# Preset, title, steps, milliseconds of a step. In the default run the time limit ends the training.
+RUNS = [
+    ("demo", "the demo: 200 steps", 200, 583.5),
+    ("", "the default: 600 s, 13,780 steps of 43.5 ms", 13_780, 43.5),
+]
 CURVES = {0: ("divided by its norm", "C7"), 1: ("after 1 iteration", "C2")}
 CURVES |= {3: ("after 3 iterations", "C1"), 5: ("after 5 iterations", "C0")}
+
+
+def draw_schedule() -> Figure:
+    figure = Figure()
+    for place, (preset, title, steps, ms) in enumerate(RUNS, 1):
+        hp = train_gpt.Hyperparameters.from_env({"PRESET": preset})
+        factors = [train_gpt.lr_factor(hp, step, step * ms) for step in range(steps + 1)]
+        momenta = [train_gpt.muon_momentum(hp, step) for step in range(steps + 1)]
+        axes = figure.add_subplot(1, 2, place, title=title, xlabel="step", ylim=(0, 1.1))
+        [rate] = axes.plot(factors, linewidth=2)
+        [momentum] = axes.plot(momenta, linewidth=2)
+    names = ["learning rates, as multiples of their base values", "Muon's momentum"]
+    figure.legend([rate, momentum], names, loc="outside lower center", ncols=2, frameon=False)
+    return figure
 
 
 def read_gradient(steps: int) -> Tensor:
@@ -34,7 +53,7 @@ def read_gradient(steps: int) -> Tensor:
     return gradient.mT if gradient.size(0) > gradient.size(1) else gradient
 
 
-def draw(gradient: Tensor) -> Figure:
+def draw_newton_schulz(gradient: Tensor) -> Figure:
     """Draw the singular values, largest first."""
     figure = Figure()
     axes = figure.add_subplot(yscale="log", xlabel="singular values, largest first")
@@ -52,4 +71,6 @@ def draw(gradient: Tensor) -> Figure:
 
 
 if __name__ == "__main__":
-    draw(read_gradient(steps=20)).savefig(sys.argv[1], metadata={"Date": None})
+    pictures = {"schedule": draw_schedule(), "newton_schulz": draw_newton_schulz(read_gradient(20))}
+    for name, figure in pictures.items():
+        figure.savefig(ROOT / f"tests/pictures/{name}.svg", metadata={"Date": None})
