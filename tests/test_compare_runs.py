@@ -327,7 +327,7 @@ def test_neither_a_backend_nor_a_traceback(tmp_path):
     environ = {"MPLBACKEND": backend, "PATH": os.environ["PATH"]}
     without = "import sys; sys.modules['matplotlib'] = None; import compare_runs"
     folder = Path(compare_runs.__file__).parent
-    for program, code, words in (("import compare_runs", 0, ""), (without, 1, "pip install scipy")):
+    for program, code, words in (("import compare_runs", 0, ""), (without, 2, "pip install scipy")):
         command = [sys.executable, "-c", program]
         result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
         assert result.returncode == code and words in result.stderr

@@ -11,12 +11,11 @@ their parabolas. Needs matplotlib."""
 import sys
 from pathlib import Path
 
-import numpy as np
-from matplotlib.figure import Figure
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import demo_curve  # noqa: F401  (its style)
+import numpy as np
+from matplotlib.figure import Figure
 from trained import existing_file, files, start_program
 
 FIRST_LENGTH = 884_736  # tokens of the runs that give the exponent and the picture

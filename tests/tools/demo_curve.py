@@ -6,20 +6,17 @@
 Start it where the demo ran. Needs matplotlib."""
 
 import lzma
-import os
 import sys
 from pathlib import Path
 
-os.environ.pop("MPLBACKEND", None)  # as in compare_runs.py
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
+import begin  # noqa: F401  (first: it says what to install)
 import numpy as np
+from logs import read_run
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 from sentencepiece import SentencePieceProcessor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
-
-from logs import read_run
 from trained import existing_file, files, start_program
 
 # Text stays text, with one font name; the file is the same each time.

@@ -14,18 +14,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import begin
+import caseops
+import files
+from files import start_program
 from logs import read_script
 from sentencepiece import SentencePieceProcessor
 
-SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
-RECORD = SCRIPT.parent / "tests" / "records" / "train_record.py"
+SCRIPT = begin.ROOT / "train_gpt.py"
+RECORD = begin.ROOT / "tests" / "records" / "train_record.py"
 OWN = ("run_id", "output_dir", "resume")  # knobs of a run, not of its model
-
-sys.path.insert(0, str(SCRIPT.parent / "data"))  # before other modules of these names
-
-import caseops  # noqa: E402
-import files  # noqa: E402
-from files import start_program  # noqa: E402
 
 
 def existing_file(name: str) -> Path:
