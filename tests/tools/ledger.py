@@ -25,8 +25,10 @@ def read(path: Path) -> list[dict]:
     for number, fields in enumerate(lines, start=2):
         try:
             row = dict(zip(header, fields, strict=True))
-            numbers = [float(row["evidence"]), float(row["by"]), int(row["first_seed"])]
-            numbers += [int(row["pairs"]), *seeds_of([row])]
+            first, pairs = int(row["first_seed"]), int(row["pairs"])
+            row.setdefault("by", "0.005")  # older versions had neither column
+            row.setdefault("seeds", " ".join(map(str, range(first, first + pairs))))
+            numbers = [float(row["evidence"]), float(row["by"]), *seeds_of([row])]
             if math.isnan(sum(numbers)) or not {"baseline", "candidate", "verdict"} <= {*row}:
                 raise ValueError(row)
         except (KeyError, ValueError):
