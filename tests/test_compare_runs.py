@@ -316,12 +316,17 @@ def test_exit_codes_without_a_verdict(tmp_path, capsys, monkeypatch):
 
 
 def test_neither_a_backend_nor_a_traceback(tmp_path):
-    """A notebook's MPLBACKEND may be missing in this environment, and so may matplotlib."""
+    """A notebook's MPLBACKEND may be missing in this environment, and so may any package."""
     backend = "module://matplotlib_inline.backend_inline"
     environ = {"MPLBACKEND": backend, "PATH": os.environ["PATH"]}
-    without = "import sys; sys.modules['matplotlib'] = None; import compare_runs"
     folder = Path(compare_runs.__file__).parent
-    for program, code, words in (("import compare_runs", 0, ""), (without, 1, "pip install scipy")):
+    for tool, package, code, words in [
+        ("compare_runs", "none", 0, ""),
+        ("compare_runs", "matplotlib", 2, "pip install scipy matplotlib"),
+        ("experiment", "scipy", 2, "pip install scipy"),
+        ("score", "torch", 2, "-r requirements.txt"),
+    ]:
+        program = f"import sys; sys.modules[{package!r}] = None; import {tool}"
         command = [sys.executable, "-c", program]
         result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
         assert result.returncode == code and words in result.stderr

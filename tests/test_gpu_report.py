@@ -73,7 +73,7 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     spread = r"[\d.e+-]+ \([\d.e+-]+ to [\d.e+-]+\)"
     assert re.search(f"<br>after: no nvidia-smi.*<br>{spread} TFLOP/s.*<br>{spread} TB/s", rates)
     spread = rf"{spread} ms/step, \d+ tokens/s"
-    assert re.search(rf"^cpu .*<br>before .*<br>plain +{spread}<br>.*<br>ratio .*\dx$", first)
+    assert re.search(rf"^cpu .*<br>before .*<br>trainer +{spread}<br>model .*", first)
     slots = [re.match(r"cpu torch.float32 slots:(\d) .*TFLOP/s, ", row)[1] for row in steps]
     assert slots == ["4", "2", "1", "1"]
     for pair in (here, both):

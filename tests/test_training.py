@@ -167,7 +167,7 @@ def test_a_run_is_the_plain_training(tmp_path, knobs, tied, layers, kv_heads):
     log = finished(run_here(tmp_path, environ))
     state = TrainingState(hp, ALONE)
     model = PlainGPT.like(state.gpt, hp)
-    optimizers = PlainOptimizers(model, hp, bf16=False)
+    optimizers = PlainOptimizers(model, hp)
     slots = batches(state.loader.stream.paths, ALONE.device, 512 // 8, hp.train_seq_len)
     groups = optimizers.adam.param_groups
     rates = [group["lr"] for group in groups]

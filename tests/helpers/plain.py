@@ -1,8 +1,8 @@
-"""A plain version of the contract's model and optimizers, as a yardstick for the trainer's speed.
+"""A plain version of the contract's model and optimizers, with which a run is compared.
 
-It uses autocast to bf16, repeats keys and values for their query heads, runs one Newton-Schulz at
-a time, reads whole shards into pageable memory and fetches the loss in each step. Parameters have
-the trainer's names, so either model loads the other's state_dict; the tests compare the two.
+It repeats keys and values for their query heads, runs one Newton-Schulz at a time, and fetches the
+loss in each step. Parameters have the trainer's names, so either model loads the other's
+state_dict.
 """
 
 import itertools
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from train_gpt import GPT, Hyperparameters
 
@@ -124,8 +123,8 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
 class PlainOptimizers:
     """Adam, and Muon one matrix at a time, at the full rates."""
 
-    def __init__(self, model: PlainGPT, hp: Hyperparameters, bf16: bool = True) -> None:
-        self.hp, self.bf16 = hp, bf16
+    def __init__(self, model: PlainGPT, hp: Hyperparameters) -> None:
+        self.hp = hp
         self.matrices = []
         embed_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
         rates = {"tok_emb.weight": embed_lr, "lm_head.weight": hp.head_lr}
@@ -146,12 +145,11 @@ class PlainOptimizers:
         for p, buffer in zip(self.matrices, self.momenta, strict=True):
             buffer.mul_(momentum).add_(p.grad)
             update = p.grad + momentum * buffer
-            update = update.bfloat16() if self.bf16 else update
             rows, columns = update.shape
             wide = update.T if rows > columns else update
             wide = newton_schulz(wide, self.hp.muon_backend_steps)
             update = (wide.T if rows > columns else wide) * math.sqrt(max(1, rows / columns))
-            p.sub_(self.hp.matrix_lr * update.float())
+            p.sub_(self.hp.matrix_lr * update)
 
 
 def batches(paths: list[str], device: torch.device, num_tokens: int, seq_len: int) -> Batches:
@@ -166,15 +164,10 @@ def batches(paths: list[str], device: torch.device, num_tokens: int, seq_len: in
 
 
 def plain_step(model: nn.Module, optimizers: PlainOptimizers, slots: Batches, A: int) -> float:
-    """Take an optimizer step of A micro-steps, at the full rates. Fetches and returns the loss.
-    model: a PlainGPT, perhaps wrapped in DistributedDataParallel."""
+    """Take an optimizer step of A micro-steps, at the full rates. Fetches and returns the loss."""
     total = 0.0
-    for i in range(A):
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = i == A - 1
-        inputs, targets = next(slots)
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=optimizers.bf16):
-            loss = model(inputs, targets)
+    for _ in range(A):
+        loss = model(*next(slots))
         (loss / A).backward()
         total += loss.detach() / A
     optimizers.step()

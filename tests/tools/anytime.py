@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import fmean, stdev
 
+import begin  # noqa: F401  (first: it says what to install)
 import numpy as np
 from scipy import optimize, special, stats
 

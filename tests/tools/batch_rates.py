@@ -11,12 +11,11 @@ their parabolas. Needs matplotlib."""
 import sys
 from pathlib import Path
 
-import numpy as np
-from matplotlib.figure import Figure
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import demo_curve  # noqa: F401  (its style)
+import numpy as np
+from matplotlib.figure import Figure
 from trained import existing_file, files, start_program
 
 FIRST_LENGTH = 884_736  # tokens of the runs that give the exponent and the picture
@@ -29,12 +28,6 @@ def near_the_best(runs: np.ndarray) -> np.ndarray:
     return runs[abs(runs[:, 0] - min(means, key=means.get)) <= 2]
 
 
-def lowest_point(k: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """The k at the lowest point of a parabola. losses: (runs,) or (runs, repeats)."""
-    a, b, _ = np.polyfit(k, losses, 2)
-    return -b / (2 * a)
-
-
 def interval(values: np.ndarray) -> str:
     low, high = np.quantile(values, [0.025, 0.975])
     return f"({low:.3f} to {high:.3f})"
@@ -45,11 +38,13 @@ def fit(batches: dict[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], np.
     near = {name: near_the_best(runs) for name, runs in batches.items()}
     parabolas = {name: np.polyfit(*runs.T, 2) for name, runs in near.items()}
     errors = [runs[:, 1] - np.polyval(parabolas[name], runs[:, 0]) for name, runs in near.items()]
-    noise = np.sqrt(sum((e**2).sum() for e in errors) / sum(len(e) - 3 for e in errors))
+    errors = np.concatenate(errors)
+    noise = np.sqrt((errors**2).sum() / (len(errors) - 3 * len(near)))
     random, log_f = np.random.default_rng(0), {}
     for name, runs in near.items():
         repeats = runs[:, 1:] + random.normal(0, noise, (len(runs), REPEATS))
-        log_f[name] = lowest_point(runs[:, 0], np.hstack([runs[:, 1:], repeats])) / 2  # of base 2
+        a, b, _ = np.polyfit(runs[:, 0], np.hstack([runs[:, 1:], repeats]), 2)
+        log_f[name] = -b / (4 * a)  # of base 2, at the lowest point
         best, lowest = 2 ** log_f[name], np.polyval(parabolas[name], 2 * log_f[name][0])
         print(f"{name[0]} tokens, {name[1]} a step, {len(batches[name])} runs: best f "
               f"{best[0]:.3f} {interval(best[1:])}, loss {lowest:.4f}")  # fmt: skip
@@ -66,9 +61,10 @@ def fit(batches: dict[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], np.
 
 
 def draw(batches: dict[tuple[int, int], np.ndarray], parabolas: dict) -> Figure:
-    """Draw mean losses against f, and the parabolas, on white, for a dark page, too."""
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained", facecolor="white")
-    axes = figure.add_subplot()
+    """Draw mean losses against f, and the parabolas."""
+    title = f"Final loss by learning rate and tokens per step, after {FIRST_LENGTH:,} tokens"
+    figure = Figure(figsize=(7.2, 3.6))
+    axes = figure.add_subplot(title=title)
     for i, (name, runs) in enumerate(batches.items()):
         k = np.unique(runs[:, 0])
         axes.plot(2 ** (k / 2), [runs[runs[:, 0] == x, 1].mean() for x in k], "o", color=f"C{i}")
@@ -82,9 +78,6 @@ def draw(batches: dict[tuple[int, int], np.ndarray], parabolas: dict) -> Figure:
     axes.set(xscale="log", xlabel="all learning rates times f", ylabel="loss")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    title = f"Final loss by learning rate and tokens per step, after {FIRST_LENGTH:,} tokens"
-    axes.set_title(title, fontsize="medium")
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -1,12 +1,11 @@
-"""Time the trainer's optimizer step against the plain implementation in tests/helpers/plain.py.
+"""Time the trainer's optimizer step, on random tokens. Knobs come from the environment.
 
     PRESET=demo python tests/tools/bench_step.py
-    torchrun --standalone --nproc_per_node=2 tests/tools/bench_step.py
+    torchrun --standalone --nproc_per_node=2 tests/tools/bench_step.py --kernels
     PRESET=demo python tests/tools/bench_step.py --slots 1 2 4 8 16 48
 
-Knobs come from the environment. Both sides get the same weights, random tokens and dtype, and take
-turns, so that other load on the machine slows both. The last line, the ratio, is the result. With
---slots, steps with these values of BATCH_SLOTS take turns."""
+With --slots, steps with these values of BATCH_SLOTS take turns, so that other load on the machine
+slows all of them."""
 
 import os
 import re
@@ -21,17 +20,14 @@ from pathlib import Path
 from statistics import median
 from subprocess import PIPE, STDOUT, Popen, check_output
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+
+import begin  # noqa: F401  (first: it says what to install)
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.attention import SDPBackend
-from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-import plain
-from files import number, start_program, write_shard
+from trained import files
 
 import train_gpt
 
@@ -146,22 +142,6 @@ def list_kernels(kernels: list[tuple[float, int, str]], flops_ms: dict[str, floa
     return lines
 
 
-def plain_steps(state: train_gpt.TrainingState) -> Callable[[], float]:
-    """Return a step of the plain implementation that starts with the same weights."""
-    hp, runtime = state.hp, state.runtime
-    plain_gpt = plain_model = plain.PlainGPT.like(state.gpt, hp).to(runtime.device)
-    optimizers = plain.PlainOptimizers(plain_gpt, hp, bf16=runtime.dtype == torch.bfloat16)
-    if runtime.compiled:
-        plain_model = torch.compile(plain_gpt, dynamic=False)
-        plain.newton_schulz = torch.compile(plain.newton_schulz, dynamic=False)
-    if dist.is_initialized():
-        plain_model = DistributedDataParallel(plain_model)
-    slot = hp.train_batch_tokens // hp.batch_slots
-    slots = plain.batches(state.loader.stream.paths, runtime.device, slot, hp.train_seq_len)
-    A = hp.batch_slots // runtime.world_size
-    return lambda: plain.plain_step(plain_model, optimizers, slots, A)
-
-
 def bench_slots(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> None:
     """Print the time of a step for each number of slots, and its memory in a process of its own."""
     steps, memory = {}, {}
@@ -169,52 +149,48 @@ def bench_slots(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_g
         environ = {**os.environ, "DATA_PATH": hp.data_path, "BATCH_SLOTS": str(slots)}
         hp = train_gpt.Hyperparameters.from_env(environ)
         steps[slots] = partial(train_gpt.train_step, train_gpt.TrainingState(hp, runtime))
-        command = [sys.executable, __file__, "--alone", "--seconds", "0"]
+        command = [sys.executable, __file__, "--seconds", "0"]
         memory[slots] = re.search(r"\d+ MiB", check_output(command, env=environ, text=True))[0]
     for slots, times in measure(steps, args.seconds * len(steps), runtime).items():
         print(f"slots:{slots:<3} {format_times(times, hp.train_batch_tokens)}, {memory[slots]}")
 
 
 def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> None:
-    """Print the time of the trainer's step, and of the plain one."""
+    """Print the time of a step and, with --kernels, that of its kernels."""
     report = print if runtime.rank == 0 else str
     state = train_gpt.TrainingState(hp, runtime)
     attention = train_gpt.attention_backends(runtime.device, hp.train_seq_len)[0].name
     settings = f"slots:{hp.batch_slots} compile:{runtime.compiled} {attention}"
     report(f"{runtime.device} {runtime.dtype} {settings}")
-    steps = {"trainer": partial(train_gpt.train_step, state)}
+    step = partial(train_gpt.train_step, state)
     for _ in range(2):  # the first one makes the optimizers' state
-        steps["trainer"]()
+        step()
     report(f"memory   {peak_memory(runtime.device)} MiB at the trainer's peak")
-    if not args.alone:
-        steps["plain"] = plain_steps(state)
     # One rank alone cannot take a step.
-    busy = steps["trainer"] if runtime.world_size == 1 else partial(time.sleep, 0.1)
+    busy = step if runtime.world_size == 1 else partial(time.sleep, 0.1)
     report(f"before   {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
-    times = measure(steps, args.seconds * len(steps), runtime)
+    times = measure({"trainer": step}, args.seconds, runtime)["trainer"]
     report(f"after    {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
     flops = {k: n * hp.train_batch_tokens for k, n in model_flops(state.gpt).items()}
     if args.kernels and runtime.device.type == "cuda":
         product, size = make_product(runtime)
         ms = median(measure({"product": product}, 2, runtime)["product"])
         flops_ms = {k: n / (size / ms * runtime.world_size) for k, n in flops.items()}
-        for line in list_kernels(profile_kernels(steps["trainer"]), flops_ms):
+        for line in list_kernels(profile_kernels(step), flops_ms):
             report(line)
-    for name, values in times.items():
-        report(f"{name:8} {format_times(values, hp.train_batch_tokens)}")
-    rate = sum(flops.values()) / median(times["trainer"]) / 1e9
+    report(f"trainer  {format_times(times, hp.train_batch_tokens)}")
+    rate = sum(flops.values()) / median(times) / 1e9
     report(f"model    {rate:.2f} TFLOP/s, with 6 N + 6 L T D FLOPs per token")
-    if not args.alone:
-        report(f"ratio    {median(times['plain']) / median(times['trainer']):.2f}x")
 
 
 def main() -> int:
-    parser = start_program(__doc__)
-    parser.add_argument("--seconds", type=number(float, 0), default=20, help="for each step (20)")
-    parser.add_argument("--slots", type=number(int, 1), nargs="+", help="compare BATCH_SLOTS")
+    parser = files.start_program(__doc__)
+    parser.add_argument(
+        "--seconds", type=files.number(float, 0), default=20, help="for each step (20)"
+    )
+    parser.add_argument("--slots", type=files.number(int, 1), nargs="+", help="compare BATCH_SLOTS")
     parser.add_argument("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
     parser.add_argument("--kernels", action="store_true", help="on a GPU: the slowest, classes")
-    parser.add_argument("--alone", action="store_true", help="do not time the plain implementation")
     args = parser.parse_args()
     if args.slots and "RANK" in os.environ:
         parser.error("--slots compares steps of one process: start it without torchrun")
@@ -224,7 +200,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         hp = train_gpt.Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
         tokens = np.random.default_rng(0).integers(hp.vocab_size, size=4_000_000, dtype="<u2")
-        write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
+        files.write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
         bench = bench_slots if args.slots else bench_step
         bench(args, hp, train_gpt.open_runtime(hp))
     return 0

@@ -21,21 +21,16 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NoReturn
 
-os.environ.pop("MPLBACKEND", None)  # a notebook's may be missing here, and none is needed
-try:
-    import numpy as np
-    from matplotlib import colormaps, rcParams
-    from matplotlib.axes import Axes
-    from matplotlib.colors import to_hex
-    from matplotlib.figure import Figure
-    from scipy import stats
-except ModuleNotFoundError as error:
-    sys.exit(f"{error}: activate .venv, then pip install scipy matplotlib")
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import anytime
+import numpy as np
 from logs import HEADER, Run, list_texts, read_run
+from matplotlib import colormaps, rcParams
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from scipy import stats
 from trained import check_picture, existing_file, files, start_program
 
 # Facts in which all finished runs should agree; the first two depend on the tokenizer.

@@ -6,21 +6,18 @@
 Start it where the demo ran. Needs matplotlib."""
 
 import lzma
-import os
 import sys
 from pathlib import Path
 
-os.environ.pop("MPLBACKEND", None)  # as in compare_runs.py
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
+import begin  # noqa: F401  (first: it says what to install)
 import numpy as np
+from logs import read_run
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 from sentencepiece import SentencePieceProcessor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
-
-from logs import read_run
-from trained import existing_file, files, start_program
+from trained import check_picture, existing_file, files, start_program
 
 # Text stays text, with one font name; the file is the same each time.
 rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.sans-serif": "DejaVu Sans"})
@@ -33,8 +30,7 @@ def main() -> None:
     parser.add_argument("log", type=existing_file)
     parser.add_argument("picture", type=files.path, help="the .svg to write")
     args = parser.parse_args()
-    if args.picture.suffix != ".svg":  # perhaps the log
-        parser.error(f"argument picture: {args.picture} must end in .svg")
+    check_picture(parser, args.picture, [args.log])
     run = read_run(args.log)
     steps, bpb = [*run.val], [run.bpb_per_nat * loss for loss in run.val.values()]
     sp = SentencePieceProcessor(model_file="data/tokenizers/demo_1024_bpe.model")
@@ -57,7 +53,6 @@ def main() -> None:
         axes.annotate(label, (steps[-1], value), color="dimgray", **style)
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.set(xlim=(-3, 1.06 * steps[-1]), ylim=(1.5, max(bpb) + 0.1))
-    args.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.picture, metadata={"Date": None})
 
 

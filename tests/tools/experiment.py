@@ -33,16 +33,12 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
-try:
-    import anytime
-    import ledger
-    import torch
-    from jobs import Run, Side, train
-    from logs import list_texts, read_run, read_script
-    from trained import OWN, SCRIPT, check_picture, existing_file, files, load_script
-except ModuleNotFoundError as error:
-    print(f"{error}: activate .venv, then pip install scipy", file=sys.stderr)
-    sys.exit(2)
+import anytime
+import ledger
+import torch
+from jobs import Run, Side, train
+from logs import list_texts, read_run, read_script
+from trained import OWN, SCRIPT, check_picture, existing_file, files, load_script
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}

@@ -10,11 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import pack
+import torch
 from trained import existing_file, files, load_script, start_program
 
 

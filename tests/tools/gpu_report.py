@@ -14,11 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from subprocess import CalledProcessError, TimeoutExpired, getoutput, run
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import bench_step
+import torch
 from logs import read_run
 from trained import SCRIPT, existing_file, start_program
 
@@ -26,7 +25,7 @@ import train_gpt
 from train_gpt import Hyperparameters
 
 SECONDS = "20"  # for each measurement, since a card slows down as it gets hot
-BENCH = [bench_step.__file__, "--alone", "--seconds", SECONDS]
+BENCH = [bench_step.__file__, "--seconds", SECONDS]
 TESTS = ["-m", "pytest", "-q", f"{SCRIPT.parent}/tests/test_gpu.py", "-k", "not record"]
 DEMO = "PRESET=demo BATCH_SLOTS=8 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
 TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIONS=5"
@@ -35,7 +34,7 @@ HOW = "not measured: --reference FILE, train_gpt.py of https://github.com/openai
 # Name; deadline in seconds from the start; Python's arguments; knobs; output lines to show.
 PARTS = [
     ("a large product, a large copy", 60, [__file__, "rates", SECONDS], "", 4),
-    ("as trained", 205, [bench_step.__file__, "--kernels", "--seconds", SECONDS], "", 23),
+    ("as trained", 205, [*BENCH, "--kernels"], "", 21),
     ("4 slots", 270, BENCH, "BATCH_SLOTS=4", 6),
     ("2 slots", 335, BENCH, "BATCH_SLOTS=2", 6),
     ("without cuDNN's attention", 395, [*BENCH, "--without-cudnn"], "", 6),

@@ -24,14 +24,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch
-from sentencepiece import SentencePieceProcessor
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
+import begin  # noqa: F401  (first: it says what to install)
+import numpy as np
+import torch
 import trained
 from score import open_split
+from sentencepiece import SentencePieceProcessor
 
 Finding = tuple[bool, str]  # whether the rule holds, and what was measured
 LENGTHS = (1, 6, 2, 4, 3, 5)  # relative lengths of documents

@@ -9,11 +9,11 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-from sentencepiece import SentencePieceProcessor
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
+import begin  # noqa: F401  (first: it says what to install)
+import torch
+from sentencepiece import SentencePieceProcessor
 from trained import decode, encode, files, load_script, model_parser, open_model
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch.distributed as dist
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
+import begin  # noqa: F401  (first: it says what to install)
+import numpy as np
+import torch.distributed as dist
 from trained import compare_with_manifest, files, load_script, model_parser, open_model
 
 

@@ -9,23 +9,21 @@ import tempfile
 import zlib
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import begin
+import caseops
+import files
+from files import start_program
 from logs import read_script
 from sentencepiece import SentencePieceProcessor
 
-SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
-RECORD = SCRIPT.parent / "tests" / "records" / "train_record.py"
+SCRIPT = begin.ROOT / "train_gpt.py"
+RECORD = begin.ROOT / "tests" / "records" / "train_record.py"
 OWN = ("run_id", "output_dir", "resume")  # knobs of a run, not of its model
-
-sys.path.insert(0, str(SCRIPT.parent / "data"))  # before other modules of these names
-
-import caseops  # noqa: E402
-import files  # noqa: E402
-from files import start_program  # noqa: E402
 
 
 def existing_file(name: str) -> Path:
@@ -106,10 +104,9 @@ def saved_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
-def unknown_knobs(script: ModuleType, knobs: Mapping[str, str]) -> dict[str, str]:
-    """Return the knobs that this script does not have."""
-    known = {knob.name.upper() for knob in fields(script.Hyperparameters)}
-    return {name: value for name, value in knobs.items() if name not in known}
+def defaults(script: ModuleType) -> dict[str, str]:
+    """The environment variables of a script's knobs, with their defaults."""
+    return {name.upper(): as_text(v) for name, v in asdict(script.Hyperparameters()).items()}
 
 
 def encode(tokenizer: SentencePieceProcessor, text: str) -> list[int]:
@@ -125,30 +122,28 @@ def decode(tokenizer: SentencePieceProcessor, ids: list[int]) -> str:
 
 def compare_inputs(wanted: Mapping[str, int], hp: Any, tokenizer: Path) -> Iterator[str]:
     """Yield a warning for each input that is not that of the run. wanted: the run's checksums."""
-    shards = [Path(path) for path in sorted(glob.glob(hp.files("val")))]
-    for name, knob, paths, start in (
-        ("tokenizer", "TOKENIZER_PATH", [tokenizer], 0),
-        ("val_tokens", "DATA_PATH", shards, files.HEADER_BYTES),
-    ):
-        paths = [path for path in paths if name in wanted and path.is_file()]
-        data = b"".join(path.read_bytes()[start:] for path in paths)
-        if paths and zlib.crc32(data) != wanted[name]:
+    shards = filter(os.path.isfile, sorted(glob.glob(hp.files("val"))))
+    tokens = b"".join(Path(shard).read_bytes()[files.HEADER_BYTES :] for shard in shards)
+    model = tokenizer.read_bytes() if tokenizer.is_file() else b""
+    found = ("tokenizer", "TOKENIZER_PATH", model), ("val_tokens", "DATA_PATH", tokens)
+    for name, knob, data in found:
+        if data and wanted.get(name) not in (None, zlib.crc32(data)):
             noun = name.replace("val_", "validation ")
             yield f"WARNING: {knob}: another {noun} than in the run: set it to that of the run"
 
 
 def open_model(
-    script: ModuleType, path: Path, defaults: Mapping[str, str], tokenizer: Path | None = None
+    script: ModuleType, path: Path, own: Mapping[str, str], tokenizer: Path | None = None
 ) -> tuple[Any, Any]:
     """Load a model of this script, with knobs from the environment, else from its run. Returns it
-    and a runtime whose log has the warnings. defaults: knobs that override those of the run.
+    and a runtime whose log has the warnings. own: knobs that override those of the run.
     tokenizer: in place of TOKENIZER_PATH."""
     script.deserialize(path.read_bytes(), str(path))  # first: other files need no other advice
     facts = saved_facts(path)
     saved = facts.get("knobs", {})
     knobs = {name.upper(): as_text(value) for name, value in saved.items() if name not in OWN}
     environ = {k: v for k, v in os.environ.items() if k != "RESUME"}
-    hp = script.Hyperparameters.from_env({**knobs, **defaults, **environ})
+    hp = script.Hyperparameters.from_env({**knobs, **own, **environ})
     runtime = script.open_runtime(hp)
     if not script.__file__.endswith(".py"):  # out of a log
         runtime = replace(runtime, source=read_script(Path(script.__file__)))
@@ -159,18 +154,16 @@ def open_model(
     try:
         script.load_weights(gpt, data, str(path))
     except script.InputError as error:
-        own = [k for k in knobs if environ.get(k, knobs[k]) != knobs[k]]
-        differ = ", ".join(f"{k}={environ[k]} (its run: {knobs[k]})" for k in own) or "none"
+        other = [k for k in knobs if environ.get(k, knobs[k]) != knobs[k]]
+        differ = ", ".join(f"{k}={environ[k]} (its run: {knobs[k]})" for k in other) or "none"
         advice = f"--script {log} takes the script out of its log"
         raise script.InputError(f"{error}; knobs that differ: {differ}; {advice}") from None
-    unknown, inputs = unknown_knobs(script, knobs), facts.get("input_crc32", {})
+    unknown, inputs = knobs.keys() - defaults(script), facts.get("input_crc32", {})
     size, crc = len(runtime.source), zlib.crc32(runtime.source)
     if unknown or size != facts.get("bytes_code", size) or crc != inputs.get("script", crc):
-        record = load_script(RECORD)
-        is_record = unknown and not unknown_knobs(record, unknown)
-        right = "tests/records/train_record.py" if is_record else log
-        off = {k.upper(): as_text(v) for k, v in asdict(record.Hyperparameters()).items()}
-        lacks = [f"{k}={v}" for k, v in unknown.items() if off.get(k) != v]
+        off = defaults(load_script(RECORD))
+        right = "tests/records/train_record.py" if unknown and unknown <= off.keys() else log
+        lacks = [f"{k}={knobs[k]}" for k in sorted(unknown) if off.get(k) != knobs[k]]
         problem = " ".join(["lacks", *lacks]) if lacks else "is not that of the run"
         advice = f"use --script {right}, or the score may differ"
         runtime.log(f"WARNING: {advice}: this script {problem}")
