@@ -72,8 +72,8 @@ def draw(batches: dict[tuple[int, int], np.ndarray], parabolas: dict) -> Figure:
         curve = np.linspace(near.min(), near.max(), 50)
         losses = np.polyval(parabolas[name], curve)
         axes.plot(2 ** (curve / 2), losses, color=f"C{i}")
-        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{name[1]:,}", (2 ** (curve[-1] / 2), losses[-1]), color=f"C{i}", **place)
+        place = {"xytext": (-7, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+        axes.annotate(f"{name[1]:,}", (2 ** (curve[0] / 2), losses[0]), color=f"C{i}", **place)
     ticks = [0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4]
     axes.set(xscale="log", xlabel="all learning rates times f", ylabel="loss")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

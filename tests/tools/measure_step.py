@@ -9,6 +9,7 @@ tests/ACCUMULATION.md."""
 
 import copy
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def main() -> int:
     runtime = train_gpt.open_runtime(hp)
     report = print if runtime.rank == 0 else str
     state = train_gpt.TrainingState(hp, runtime)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10  # Linux counts KiB
     alone, saved = gradient_alone(state)
     sizes: list[int] = []  # in bytes, of the gradients' all-reduces
 
@@ -74,6 +76,7 @@ def main() -> int:
         report(f"exchanged {name}: {len(sizes)} all-reduces, {sum(sizes):,} bytes: {sizes}")
         always = property(lambda model: True, lambda model, value: None)
         DistributedDataParallel.require_backward_grad_sync = always
+    report(f"process before its first step: {before} MiB")
     kinds = {"weights": [*state.gpt.parameters()]}
     kinds["gradients"] = [param.grad for param in state.gpt.parameters()]
     states = [part for optimizer in state.optimizers for part in optimizer.state.values()]
