@@ -261,8 +261,8 @@ def test_the_picture_of_logs(tmp_path, capsys, monkeypatch):
     runs = [read_run(Path(name)) for name in names]
     figure = compare_runs.draw([compare_runs.Group("runs", runs)])
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
-    long = f"8, {28 * 'y'} … {28 * 'y'}: 1.9820"
-    assert shown == [long, "9, _b: 1.9820", "10, $x^{_$: 1.9820"]
+    long = f"{28 * 'y'} … {28 * 'y'}: 8, 1.9820"
+    assert shown == [long, "_b: 9, 1.9820", "$x^{_$: 10, 1.9820"]
     losses, finals = figure.axes[0], figure.axes[2]
     assert losses.get_ylim()[1] < 6.9
     assert [text.get_text() for text in finals.texts] == ["8", "9", "10"]

@@ -286,10 +286,10 @@ def draw(groups: list[Group]) -> Figure:
         groups = []
         for number, run in enumerate(runs, 1):
             label = run.facts["seed"] if has_seeds(runs) else str(number)
-            score = "" if run.unfinished else f": {run.figures['val_bpb']:.4f}"
-            groups.append(Group(f"{label}, {short_name(run.path, folder)}{score}", [run], label))
+            score = "" if run.unfinished else f", {run.figures['val_bpb']:.4f}"
+            groups.append(Group(f"{short_name(run.path, folder)}: {label}{score}", [run], label))
         kind = "seed" if has_seeds(runs) else "number"
-        legend |= {"title": f"{kind}, log: score in bits per byte", "title_fontsize": "small"}
+        legend |= {"title": f"log: {kind}, score in bits per byte", "title_fontsize": "small"}
     colors = [*map(to_hex, colormaps["turbo"](np.linspace(0.1, 0.9, len(groups))))]
     legend["ncols"] = max(1, 120 // (max(len(group.name) for group in groups) + 8))
     height = 4.5 + 0.2 * math.ceil(len(groups) / legend["ncols"])  # in inches
