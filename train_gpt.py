@@ -1041,6 +1041,7 @@ def check_knobs(hp: Hyperparameters) -> None:
     unit = hp.batch_slots * T
     units = f"{unit}: BATCH_SLOTS={hp.batch_slots} times TRAIN_SEQ_LEN={T}"
     rules = [  # Numbers whose comments have "0:" may be below 0.
+        (["preset"], lambda x: x in PRESETS, "'' or demo; see tests/records/train_record.py"),
         (("val_batch_size", "train_batch_tokens", "batch_slots", "train_seq_len", "vocab_size",
           "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "rope_base",
           "logit_softcap", "adam_eps"), lambda x: x > 0, "above 0"),
@@ -1055,7 +1056,6 @@ def check_knobs(hp: Hyperparameters) -> None:
         (["num_kv_heads"], lambda x: H % x == 0, f"a divisor of NUM_HEADS={H}"),
         (["train_batch_tokens"], lambda x: x % unit == 0, f"a multiple of {units}"),
         (["val_batch_size"], lambda x: x >= unit, f"at least {units}"),
-        (["preset"], lambda x: x in PRESETS, "'' or demo; see tests/records/train_record.py"),
         (["device"], lambda x: x in ("auto", "cuda", "cpu"), "auto, cuda or cpu"),
         (["dtype"], lambda x: x in ("auto", *DTYPES), "auto, bf16, fp16 or fp32"),
         (["compile"], lambda x: x in ("auto", "1", "0"), "auto, 1 or 0"),
