@@ -9,7 +9,6 @@ tests/ACCUMULATION.md."""
 
 import copy
 import os
-import resource
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import begin  # noqa: F401  (first: it says what to install)
 import torch
+from bench_step import peak_memory
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -55,7 +55,7 @@ def main() -> int:
     runtime = train_gpt.open_runtime(hp)
     report = print if runtime.rank == 0 else str
     state = train_gpt.TrainingState(hp, runtime)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10  # Linux counts KiB
+    before = peak_memory(runtime.device)
     alone, saved = gradient_alone(state)
     sizes: list[int] = []  # in bytes, of the gradients' all-reduces
 
