@@ -1,7 +1,6 @@
 """tools/check_accumulation.py: the loop of ACCUMULATION.md is right, and each mistake is found."""
 
-import os
-import re
+import importlib.util
 import signal
 import subprocess
 import sys
@@ -10,106 +9,111 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import check_accumulation
+import loops
 import pytest
-from edits import edit_script
-from runs import ROOT, process_environ, run_ranks
+from runs import ROOT, SCRIPT, process_environ, run_ranks
 
 TOOL = ROOT / "tests/tools/check_accumulation.py"
-BLOCKS = re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "tests/ACCUMULATION.md").read_text(), re.M)
-LOOP, TEST = (
-    re.sub("(?m)^    ", "", next(block for block in BLOCKS if name in block)).strip() + "\n"
-    for name in ("def accumulate(", "def test_eight_micro_batches")
-)
-
-# What the edits replace in the page's loop.
-LOSS, SUM, LAST = "loss * ranks / count", 'reduction="sum")', "micro_step < len(window) - 1"
-ZERO = "        optimizer.zero_grad()\n"
-LOGITS = "            logits = model(tokens)\n"
-NO_SYNC = "with model.no_sync() if waits else contextlib.nullcontext():  # forward pass, too"
-BACKWARD = f"            scaler.scale({LOSS}).backward()  # DDP divides by ranks\n"
-WRAP = "        model = DistributedDataParallel(model)\n"
-ADAM = "torch.optim.AdamW(model.parameters(), lr=1e-3)"
-MEANS = {SUM: ")", LOSS: "loss / len(window)"}
-OWN_LOSS = {
-    f"loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), {SUM}": (
-        "loss = logits.flatten(0, 1)[targets.flatten() != -100].square().sum()"
-    )
-}
-AVERAGING = """type("Averaging", (torch.optim.SGD,), {"step": lambda self: (
-            [dist.all_reduce(p.grad) for p in model.parameters()], torch.optim.SGD.step(self))})(
-            model.parameters(), lr=1e-3)"""
-
-# name: ranks, edits, findings and a part of the first one's sentence.
-CASES = {
-    "right": (1, {}, "short right", ""),
-    "right on 2": (2, {}, "short right", ""),
-    "not divided": (1, {LOSS: f"len(window) * {LOSS}"}, "factor short", "by the 4 micro-steps"),
-    "added": (2, {LOSS: f"ranks * {LOSS}"}, "factor short", "added over the 2 ranks"),
-    "neither": (2, {LOSS: f"len(window) * ranks * {LOSS}"}, "factor short", "neither divided"),
-    "twice": (1, {LOSS: f"{LOSS} / len(window)"}, "factor short", "twice by the 4 micro-steps"),
-    "twice by ranks": (2, {LOSS: f"{LOSS} / ranks"}, "factor short", "twice by the 2 ranks"),
-    "a sum": (2, {LOSS: "loss"}, "factor short", "a sum over targets"),
-    "another factor": (1, {LOSS: f"2.7 * {LOSS}"}, "common short right", "harmless for Adam"),
-    "mean of means": (1, MEANS, "means short", "0.85 to 1.33"),
-    "mean of means on 2": (2, MEANS, "means short", "divide by the number of targets"),
-    "each rank alone": (2, {"dist.all_reduce(count)": "count *= ranks"}, "alone short", "alone"),
-    "per sequence": (
-        1,
-        {SUM: 'reduction="none").view_as(targets)', LOSS: "(loss.sum(1) / (targets >= 0).sum(1)).sum() / 32"},
-        "inside short",
-        "mean per sequence",
-    ),
-    "zeroed too early": (1, {LOGITS: "            model.zero_grad()\n" + LOGITS}, "lost short", "1, 2, 3"),
-    "not zeroed": (1, {ZERO: ""}, "before short", "1.00 times"),
-    "flag too late": (
-        2,
-        {
-            NO_SYNC: "if True:",
-            BACKWARD: f"            model.require_backward_grad_sync = not waits\n{BACKWARD}",
-        },
-        "stay short",
-        "2, 3, 4 stay",
-    ),
-    "off by one": (2, {LAST: "micro_step == len(window) - 1"}, "often stay short", "3 of 4"),
-    "never exchanged": (2, {WRAP: "", "waits = ranks > 1": "waits = False"}, "apart short", "drift apart"),
-    "in the optimizer": (
-        2,
-        {WRAP: "", "waits = ranks > 1": "waits = False", ADAM: AVERAGING},
-        "optimizer short",
-        "exchanges them itself",
-    ),
-    "exchanged each time": (2, {"waits = ranks > 1": "waits = False"}, "often short right", "4 of 4"),
-    "short last window": (
-        1,
-        {LOSS: f"len(window) / 4 * {LOSS}"},
-        "factor short",
-        "3 micro-steps are divided by 4",
-    ),
-    "the same targets": (2, {"x[rank::ranks], y[rank::ranks]": "x[::ranks], y[::ranks]"}, "data short", ""),
-    "another loss": (1, {LOSS: f"({LOSS} + 0.1 * logits.square().mean())"}, "rest right short", "% of"),
-    "equal numbers": (1, {"(88, 1))": "(88, 1)).fill_(32)"}, "short right", ""),
-    "own loss": (1, OWN_LOSS, "loss short", "F.cross_entropy"),
-    "own loss, lost": (1, OWN_LOSS | {LOGITS: "            model.zero_grad()\n" + LOGITS}, "loss lost short", ""),
-}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", loops.MISTAKES)
 def test_each_mistake_is_found_in_the_loop_of_the_page(name, tmp_path):
-    ranks, edits, keys, words = CASES[name]
-    (tmp_path / "loop.py").write_text(edit_script(LOOP, edits))
+    ranks, _, keys, words = loops.MISTAKES[name]
+    (tmp_path / "loop.py").write_text(loops.wrong_loop(name))
     (tmp_path / "out").mkdir()
     environ = {"ACCUMULATION_FOLDER": str(tmp_path / "out"), "ACCUMULATION_STEPS": "3"}
     results = run_ranks(tmp_path, environ, ranks, [TOOL, "loop.py"])
     assert [result.returncode for result in results] == [0] * ranks, results[0].stderr
     args = SimpleNamespace(verbose=False, minutes=10)
     steps, found = check_accumulation.check(ranks, 0, args, tmp_path / "out")
-    assert sorted(found) == sorted(keys.split()), found
-    assert words in " ".join(found.values()), found
+    assert set(keys.split()) <= found.keys() <= {*keys.split(), "short"}, found
+    assert words in " ".join(found.values())
     assert len(steps) == 3
-    assert ("unequal numbers were not seen" in str(found)) == (name == "equal numbers")
 
 
-def check(folder: Path, *words: str, **settings) -> subprocess.CompletedProcess:
-    command = [sys.executable, TOOL, *words]
-    settings = {"capture_output": True, "text": True, "env": process_environ({})} | settings
-    return subprocess.run(command, cwd=folder, **settings)
+def test_the_pages_own_test_passes(tmp_path, monkeypatch):
+    (tmp_path / "loop.py").write_text(loops.LOOP)
+    (tmp_path / "test_loop.py").write_text(loops.TEST)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = importlib.util.spec_from_file_location("test_loop", tmp_path / "test_loop.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.test_eight_micro_batches_give_the_gradient_of_one_batch()
+    sys.modules.pop("loop")
+
+
+def check(folder: Path, *words: object, **environ: str) -> subprocess.CompletedProcess:
+    """Run the program. It must leave no temporary file."""
+    (folder / "temporary").mkdir()
+    environ = process_environ({"TMPDIR": str(folder / "temporary"), **environ})
+    command = [sys.executable, TOOL, *map(str, words)]
+    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    assert not list((folder / "temporary").glob("check_accumulation*"))
+    return result
+
+
+def test_train_gpt_is_right_and_takes_the_same_step_on_two_ranks(tmp_path, knobs):
+    environ = {**knobs, "WARMUP_STEPS": "0", "GRAD_CLIP_NORM": "0.1", "PYTHONPATH": str(ROOT)}
+    picture = tmp_path / "weights.svg"
+    words = ("--ranks", "1,2", "--steps", "1", "--picture", picture, SCRIPT)
+    result = check(tmp_path, *words, **environ)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[-1] == (
+        "check_accumulation ranks:1,2 steps:1 lowest:1.00 highest:1.00 verdict:right"
+    )
+    assert "2 ranks and 1 read the same targets" in lines[-2]
+    assert float(lines[-2].split(" by ")[1].split()[0]) < 1e-5
+    assert result.stdout.count("clipped to 0.") == 2
+    assert "exchanged in micro-steps 4" in result.stdout
+    assert picture.read_text().count("rank 1") > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "code", "output"),
+    [
+        ("print('so far')\nraise ValueError('no data')", (), 2, "| ValueError: no data"),
+        ("print('done')", (), 3, "0 backward passes"),
+        ("while True: pass", ("--minutes", "0.1"), 3, "0.1 minutes"),
+    ],
+)
+def test_a_script_without_a_step_is_not_called_right(source, words, code, output, tmp_path):
+    (tmp_path / "train.py").write_text(source)
+    result = check(tmp_path, *words, "train.py")
+    assert result.returncode == code
+    assert output in result.stdout
+    assert result.stdout.endswith(" lowest:nan highest:nan verdict:unknown\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ((), "no script: name a training script"),
+        (("absent.py",), "absent.py: name a training script"),
+        (("--ranks", "0", "absent.py"), "--ranks 0: give numbers"),
+        (("--steps", "0", "absent.py"), "must be above 0"),
+    ],
+)
+def test_wrong_usage_is_one_line(words, advice, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["check_accumulation.py", *words])
+    with pytest.raises(SystemExit) as end:
+        check_accumulation.main()
+    assert end.value.code == 2
+    assert advice in capsys.readouterr().err
+
+
+def test_a_signal_ends_all_ranks_and_leaves_nothing(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import pathlib, time\npathlib.Path('on').touch()\ntime.sleep(600)"
+    )
+    environ = process_environ({"TMPDIR": str(tmp_path)})
+    command = [sys.executable, TOOL, "--ranks", "2", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environ, start_new_session=True)
+    while not (tmp_path / "on").exists() and process.poll() is None:
+        time.sleep(0.1)
+    folder = next(tmp_path.glob("check_accumulation_*"))
+    ranks = [int(file.read_text()) for file in folder.glob("pid*")]
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert not list(tmp_path.glob("check_accumulation_*"))
+    assert ranks and not any(Path(f"/proc/{rank}").exists() for rank in ranks)

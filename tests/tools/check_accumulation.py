@@ -387,7 +387,7 @@ common note: all weigh {0:.3g} times their share, a common factor: harmless for 
     for clipping, SGD and weight decay
 rest note: {0:.2g} % of the gradient is no sum of these losses' gradients: another loss term, noise,
     weight decay by hand, or rounding
-often note: {0} of {1} micro-steps exchange gradients: one, the last, is enough
+often note: gradients are exchanged in {0} of {1} micro-steps: one is enough, the last
 short note: steps have from {0} to {1} micro-steps
 skipped note: the GradScaler left out a step
 reentrant note: reentrant checkpointing ran with use_reentrant=False
@@ -605,7 +605,10 @@ def check(ranks: int, code: int | None, args: Any, folder: Path) -> tuple[list, 
 
 def show(step: SimpleNamespace) -> None:
     rows = {"targets": [f"{count:,}" for count in step.counts]}
-    rows |= {f"rank {r} counts": [f"{w:.2f}" for w in row] for r, row in enumerate(step.table)}
+    rows |= {
+        f"rank {r} counts": [f"{round(w, 2) + 0:.2f}" for w in row]
+        for r, row in enumerate(step.table)
+    }
     print(f"  {step.name}")
     for name, words in rows.items():
         groups = [np.array(words)[step.owner == rank] for rank in range(len(step.table))]
