@@ -24,10 +24,9 @@ BATCH_SIZE = 512  # texts
 # two characters, but t + U+0308 becomes one. Both marks must be pieces, because in bytes they would
 # count. As user_defined_symbols they would never merge with the character before them.
 TRAINER_SETTINGS = {
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
+    "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
     "required_chars": MARKS,
-}
+}  # fmt: skip
 # Returns the text that the challenge's tokenizer scores. Its spaces are single.
 normalize = SentencePieceNormalizer(
     rule_name="nmt_nfkc",

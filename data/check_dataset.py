@@ -27,6 +27,7 @@ from tokenizer_tools import open_model
 CHUNK = 2**22  # tokens counted at a time
 RUN = 10  # this many documents in a row, in both splits, are a leak
 LONG = 50  # tokens; a document that is shorter may repeat by chance
+HOLE = 500  # equal tokens, from a multiple of it on: any run of 999 has that many
 GET_AGAIN = "download or rebuild the dataset again"
 WRONG_TOKENIZER = f"set --tokenizer to the model that made it, or {GET_AGAIN}"
 
@@ -39,6 +40,11 @@ def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[int, int, list[s
     largest = tokens.max(initial=0)
     if largest >= sp.vocab_size():
         raise ValueError(f"{path}: id {largest}, but {sp.vocab_size()} pieces: {WRONG_TOKENIZER}")
+    blocks = tokens[: tokens.size // HOLE * HOLE].reshape(-1, HOLE)
+    holes = np.flatnonzero((blocks == blocks[:, :1]).all(axis=1)) * HOLE
+    if holes.size:
+        hole = f"token {tokens[holes[0]]} fills {holes.size * HOLE} places from {holes[0]} on"
+        raise ValueError(f"{path}: {hole}, which is a hole or no text: {GET_AGAIN}")
     is_bos = tokens == sp.bos_id()
     starts = np.flatnonzero(is_bos[:CHUNK])[:4]
     if starts.size and not train_gpt.retokenizes(sp, tokens[:CHUNK]):
@@ -127,6 +133,8 @@ def check_split(
         beginnings += map(caseops.decode, texts) if caseops.is_caseops(sp) else texts
     if tokens and not docs:
         raise ValueError(f"{folder}: no {split} token is BOS ({sp.bos_id()}): {WRONG_TOKENIZER}")
+    if tokens and not num_bytes:
+        raise ValueError(f"{folder}: the {split} documents have no text: remove empty documents")
     counts = f"shards:{len(paths)} tokens:{tokens} documents:{docs}"
     print(f"{split}: {counts} bytes_per_token:{num_bytes / max(tokens, 1):.4f}")
     for text in beginnings[:3]:
@@ -153,8 +161,7 @@ def find_shards(folder: Path) -> Path:
     inside = sorted(path for path in folder.glob("datasets/*") if path.is_dir())
     folder = inside[0] if len(inside) == 1 else folder
     if (unfinished := folder / files.UNFINISHED).exists():
-        problem = f"{unfinished} exists: the command that makes this dataset still runs or was"
-        raise ValueError(f"{problem} interrupted: run it again")
+        raise ValueError(f"{unfinished} exists: its command still runs, or must run again")
     if not any(folder.glob("fineweb_*.bin")):
         problem = "has no fineweb_*.bin" if folder.is_dir() else "is not a folder"
         wanted = " or ".join(map(str, inside)) or "the folder that has the shards"

@@ -33,8 +33,8 @@ def test_a_demo_of_an_older_script_is_made_again(tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr("sys.argv", ["", f"--dataset={dataset}", f"--tokenizer={tokenizer}"])
     for script, texts in ((older, TEXTS[9:]), (module.__file__, TEXTS)):
         monkeypatch.setattr(module, "__file__", str(script))
-        sources = {text: [text] for text in texts}
-        monkeypatch.setattr(demo_corpus, "collect_sources", sources.copy)
+        sources = {text: [text] for text in texts}, []
+        monkeypatch.setattr(demo_corpus, "collect_sources", lambda found=sources: found)
         demo_corpus.main()
         demo_corpus.main()
     other = tokenizer.rename(tmp_path / "mine.model")
