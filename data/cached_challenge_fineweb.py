@@ -136,10 +136,9 @@ def main() -> None:
     parser = files.start_program(__doc__)
     parser.add_argument("--variant", default="sp1024", help="sp1024, ..., byte260")
     either = parser.add_mutually_exclusive_group()
-    shards = f"train shards (default {DEFAULT_TRAIN_SHARDS})"
-    count = {"type": files.number(int, 0), "metavar": "N", "help": shards}
-    either.add_argument("--train-shards", **count)
-    either.add_argument("bare", nargs="?", **count)
+    shards = {"metavar": "N", "help": f"train shards (default {DEFAULT_TRAIN_SHARDS})"}
+    either.add_argument("--train-shards", type=files.number(int, 0), **shards)
+    either.add_argument("bare", type=files.number(int, 0), nargs="?", **shards)
     parser.add_argument("--skip-manifest", action="store_true", help="never download the manifest")
     parser.add_argument("--with-docs", action="store_true", help="download the documents, too")
     parser.add_argument("--root", type=files.path, default=HERE, help="the folder to fill")

@@ -4,8 +4,7 @@
 
 About 2 MB of English: the help topics (pydoc_data.topics) and the docstrings of the standard
 library, long ones in pieces. Validation has whole topics and modules; training has none of these.
-The same Python version gives the same bytes, unless a line says which files are unreadable.
-Complete files stay until the code changes.
+The same Python version always gives the same bytes. Complete files stay until the code changes.
 """
 
 import ast
@@ -43,8 +42,7 @@ SKIPPED_FOLDERS = {
 
 
 def collect_sources() -> tuple[dict[str, list[str]], list[str]]:
-    """Return the texts of each topic and module (docstrings, in the order of ast.walk), and which
-    files cannot be read, and why."""
+    """Return the texts of each topic and module (docstrings), and a line for each bad file."""
     with_docstring = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     left_out = [] if topics else ["pydoc_data/topics.py: cannot be imported"]
     sources = {f"topic {name}": [text] for name, text in topics.items()}
@@ -55,11 +53,10 @@ def collect_sources() -> tuple[dict[str, list[str]], list[str]]:
             continue
         try:
             nodes = ast.walk(ast.parse(path.read_bytes()))
+            texts = (ast.get_docstring(node) for node in nodes if isinstance(node, with_docstring))
+            sources[f"module {name.as_posix()}"] = [text for text in texts if text]
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             left_out.append(f"{name.as_posix()}: {error}")
-            continue
-        texts = (ast.get_docstring(node) for node in nodes if isinstance(node, with_docstring))
-        sources[f"module {name.as_posix()}"] = [text for text in texts if text]
     return {name: texts for name, texts in sources.items() if texts}, left_out
 
 

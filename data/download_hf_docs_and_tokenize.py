@@ -36,7 +36,6 @@ import caseops
 import check_dataset
 import files
 import tokenizer_tools
-from files import number
 from tokenizer_tools import Spec, make_model, read_specs
 
 HERE = Path(__file__).resolve().parent
@@ -49,14 +48,13 @@ JSON_LINE = rb'(?m)^(?:\xef\xbb\xbf)?\s*\[?\s*{(?=\s*")'  # the beginning of an 
 
 def number_in(variable: str, default: int, most: int) -> int:
     try:
-        return number(int, 1, most)(os.environ.get(variable, str(min(default, most))))
+        return files.number(int, 1, most)(os.environ.get(variable, str(min(default, most))))
     except argparse.ArgumentTypeError as error:
         files.start_program(None).error(f"{variable}: {error}")
 
 
 BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512, most=2**20)  # documents
 NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", files.cores(), most=1024)
-CHANGED = "changed while it was read: run the command again when it is complete"
 Counts = dict[str, int]
 Facts = dict[str, Any]  # of the manifest
 Models = dict[str, bytes]  # by path
@@ -115,8 +113,8 @@ def read_documents(path: Path) -> Iterator[str]:
             raise ValueError(f"{path} is compressed or not UTF-8 text: extract or convert it")
         lines, objects = re.findall(rb"(?m)^.*\S", start), re.findall(JSON_LINE, start)
         has_text = re.search(JSON_LINE + rb'[^\n]*"text"\s*:', start)
-        is_json = has_text and 2 * len(objects) >= len(lines)
-        is_json = is_json or path.suffix.lower() in (".jsonl", ".json")
+        has_json_lines = has_text and 2 * len(objects) >= len(lines)
+        is_json = path.suffix.lower() in (".jsonl", ".json") or has_json_lines
         unit, documents = ("line", file) if is_json else ("document", split_text(file))
         for index, document in enumerate(documents, start=1):
             try:
@@ -131,11 +129,11 @@ def read_documents(path: Path) -> Iterator[str]:
                 iconv = f"iconv -c -f utf-8 -t utf-8 {shlex.quote(str(path))} > fixed.txt"
                 raise ValueError(f"{place} is not UTF-8: {iconv} (or -f latin1) mends it") from None
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                row = f'line {index} must be {{"text": "..."}}'
-                raise ValueError(f"{path}: {row} ({error!r})") from None
+                why = f'must be {{"text": "..."}} ({error!r})'
+                raise ValueError(f"{path}: line {index} {why}") from None
         read = os.fstat(file.fileno())
         if (opened.st_size, opened.st_mtime_ns) != (read.st_size, read.st_mtime_ns):
-            raise ValueError(f"{path} {CHANGED}")
+            raise ValueError(f"{path} changed while it was read: run the command again")
 
 
 def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
@@ -146,22 +144,19 @@ def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
 
 def count_splits(docs: Path, num_val_docs: int | None, sidecar: Facts | None) -> Counts:
     """Return the number of documents in each split. Raises ValueError."""
-    texts = read_documents(docs)
-    has_text = bytearray(len(text) > 99 or caseops.normalize(text) != "" for text in texts)
+    has_text = bytearray(len(t) > 99 or caseops.normalize(t) != "" for t in read_documents(docs))
     num_docs = len(has_text)
     val = (sidecar or {}).get("docs_val") if num_val_docs is None else num_val_docs
     if val is None:
-        val = DEFAULT_NUM_VAL_DOCS
-        if sidecar is None:
-            val = min(max(num_docs // 20, 1), val)
+        most = DEFAULT_NUM_VAL_DOCS
+        val = min(max(num_docs // 20, 1), most) if sidecar is None else most
     if not isinstance(val, int) or not 0 <= val <= num_docs:
         problem = f"{docs} has {num_docs} documents, and validation cannot get {val!r}"
         raise ValueError(f"{problem}: set --num-val-docs, or another file after --docs")
     for split, part in (("val", has_text[:val]), ("train", has_text[val:])):
         if not any(part) and (part or split == "train"):  # validation may have no document
             problem = f"{docs}: {len(part)} documents for {split}, none of them with text"
-            advice = "a document ends at the first blank line after 2,000 bytes"
-            raise ValueError(f"{problem}: add text ({advice}), or set --num-val-docs")
+            raise ValueError(f"{problem}: set --num-val-docs, or add text (2,000 bytes a document)")
     return {"val": val, "train": num_docs - val}
 
 
@@ -277,9 +272,8 @@ def read_older_entries(output: Path) -> dict[str, Facts]:
 def check_replaced(
     args: argparse.Namespace, specs: list[Spec], docs_sha256: str = "", models: Models | None = None
 ) -> None:
-    """Raise ValueError if a dataset or tokenizer of other documents would be replaced, or, given
-    the models, the tokenizer that another dataset needs. Without docs_sha256, before the documents
-    are here, this is so only if no manifest lists it."""
+    """Raise ValueError if a dataset or tokenizer of other documents (those in no manifest, without
+    docs_sha256) or, given the models, one that another dataset needs would be replaced."""
     output, (tokenizers, datasets) = args.output_root, read_older_entries(args.output_root).values()
     entries = [*tokenizers.values(), *datasets.values()]
     made_from = {old.get("model_path", old.get("path")): old.get("docs_sha256") for old in entries}
@@ -372,8 +366,7 @@ def build_datasets(
 
 
 def publish(manifest: Facts, models: Models, copies: list[Path], output: Path) -> None:
-    """Put all that is complete in its place, and replace what is older. The manifest comes first:
-    after an interruption here, the same command may replace what it lists."""
+    """Put all in its place, the manifest first: the same command may replace what it lists."""
     older = read_older_entries(output)
     lists = {kind: [*(old | manifest[kind]).values()] for kind, old in older.items()}
     files.write_json(output / files.MANIFEST, manifest | lists)
@@ -415,14 +408,13 @@ def rebuild(args: argparse.Namespace, specs: list[Spec], sources: list[Path | in
     val_texts = itertools.islice(read_documents(docs), num_docs["val"])
     print(f"val: {tokenizer_tools.lzma_score(val_texts)}")
     manifest |= {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
-    used = [spec.fields for spec in specs]
-    manifest |= {"tokenizer_specs": used, "tokenizers": {}, "datasets": {}}
+    manifest |= {"tokenizer_specs": [s.fields for s in specs], "tokenizers": {}, "datasets": {}}
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
     models = {spec.model_path: make_model(spec, read_texts(docs, spec), cut) for spec in specs}
     check_replaced(args, specs, digest, models)
     build_datasets(specs, models, docs, num_docs, manifest, output)
     if files.hash_file(docs) != digest:
-        raise ValueError(f"{docs} {CHANGED}")
+        raise ValueError(f"{docs} changed while it was read: run the command again")
     publish(manifest, models, copies, output)
     for spec in specs:
         print_report(spec, manifest["datasets"][spec.dataset], output)
@@ -440,16 +432,16 @@ def main(arguments: list[str] | None = None) -> None:
     add, docs_help = parser.add_argument, "text or JSON lines, folders, - for stdin (the hub's)"
     add("--output-root", type=files.path, required=True)
     add("--docs", nargs="+", action="extend", metavar="FILE", help=docs_help)
-    add("--shuffle", type=number(int, 0), metavar="SEED", help="shuffle your own documents")
+    add("--shuffle", type=files.number(int, 0), metavar="SEED", help="shuffle your own documents")
     add("--repo-id", default=files.REPO_ID)
     add("--remote-root", default=files.REMOTE_ROOT)
-    which, size = parser.add_mutually_exclusive_group(), number(int, 1, 2**16)
+    which, size = parser.add_mutually_exclusive_group(), files.number(int, 1, 2**16)
     which.add_argument("--vocab-size", type=size, metavar="N", help="make one tokenizer")
     which.add_argument("--tokenizer-config", type=files.path, default=HERE / "tokenizer_specs.json")
-    add("--num-val-docs", type=number(int, 0), metavar="N", help="default: 5 %% of your own")
-    shard_size = number(int, 1, 2**31 - 1)  # a shard counts tokens in an int32
+    add("--num-val-docs", type=files.number(int, 0), metavar="N", help="default: 5 %% of your own")
+    shard_size = files.number(int, 1, 2**31 - 1)  # a shard counts tokens in an int32
     add("--chunk-tokens", type=shard_size, default=100_000_000, metavar="N", help="of a shard")
-    add("--tokenizer-train-docs", type=number(int, 1), metavar="N", help="train on the first N")
+    add("--tokenizer-train-docs", type=files.number(int, 1), metavar="N", help="use the first N")
     add("--caseops", action="store_true", help="mark capitals (see README.md)")
     add("--skip-byte", action="store_true", help=argparse.SUPPRESS)  # older commands have it
     reuse = {"type": size_and_model, "metavar": "VOCAB_SIZE=MODEL", "action": "append"}

@@ -111,10 +111,9 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
         if sp.piece_to_id("\u2581") == sp.unk_id():
             lacks = f"{path} has no piece for a single space, which becomes three tokens"
             print(f"WARNING: {lacks} or <unk>: a tokenizer that you train here has one")
-        pieces = sp.vocab_size()
-        size = size or pieces
-        if pieces > size:
-            raise ValueError(f"{path} has {pieces} pieces, more than vocab_size {size}: raise it")
+        size = size or sp.vocab_size()
+        if sp.vocab_size() > size:
+            raise ValueError(f"{path} has {sp.vocab_size()} pieces, not {size}: raise vocab_size")
     if size is None:
         raise ValueError("it has no vocab_size and no reuse_model_path: set one")
     name = fields.get("name", f"sp_bpe_{size}") + suffix
@@ -168,8 +167,7 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes:
     settings = {"vocab_size": spec.fields["vocab_size"], "hard_vocab_limit": False}
     settings |= spec.fields.get("trainer_overrides", {})
     settings |= caseops.TRAINER_SETTINGS if spec.fields.get("caseops") else {}
-    # The piece for a single space, which a text with few spaces would not give. A tokenizer that
-    # has it anyway stays the same.
+    # The piece for a single space, which a text with few spaces would not give.
     settings["required_chars"] = "".join([*settings.get("required_chars", ""), "\u2581"])
     try:
         limit = int(settings.get("max_sentence_length", 4192))  # SentencePiece's default

@@ -120,7 +120,7 @@ def test_specs_that_players_have_are_accepted(tmp_path):
         "sp_bpe_9 d fineweb_9_bpe":
             {"kind": "sentencepiece", "vocab_size": 9, "name": None, "dataset_suffix": "d"},
         "sp_bpe_7 sp7 p":
-            {"builder": "a:build_sentencepiece_tokenizer", "vocab_size": "7", "model_prefix": "p"},
+            {"builder": "a:build_sentencepiece_tokenizer", "vocab_size": 7, "model_prefix": "p"},
     }  # fmt: skip
     path = tmp_path / "specs.json"
     for expected, entry in players.items():
