@@ -22,7 +22,9 @@ import contextlib
 import ctypes
 import difflib
 import errno
+import fcntl
 import glob
+import importlib.util
 import inspect
 import io
 import json
@@ -37,11 +39,15 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 from uuid import uuid4
+
+for name in ("numpy", "sentencepiece", "torch"):
+    if importlib.util.find_spec(name) is None:
+        sys.exit(f"no {name}: `. .venv/bin/activate` first, or pip install -r requirements.txt")
 
 import numpy as np
 import torch
@@ -300,7 +306,7 @@ class GPT(nn.Module):
             if param.ndim >= 2 and not is_control_tensor(name, patterns):
                 param.copy_(param.bfloat16())
         if self.dtype == torch.bfloat16 and not is_control_tensor("tok_emb.weight", patterns):
-            self.tok_emb.bfloat16()
+            self.tok_emb.bfloat16()  # so its gradients add up in bf16, as the baseline's do
 
     def forward(self, input_ids: Tensor, target_ids: Tensor, reduction: str = "mean") -> Tensor:
         """Mean cross-entropy in nats (fp32) of target_ids (B, T), or with "none" that of each."""
@@ -524,7 +530,8 @@ class TokenStream:
         self.paths = sorted(glob.glob(pattern))
         self.shards = [load_data_shard(path) for path in self.paths]
         if not any(map(len, self.shards)):
-            raise InputError(f"DATA_PATH: no file or no token in {pattern}\n{WAYS_TO_DATA}")
+            problem = f"DATA_PATH: no file or no token in {pattern}"
+            raise InputError("\n".join([*unknown_knobs(), problem, WAYS_TO_DATA]))
         self.shard = 0  # index of the current shard
         self.position = 0  # of the next token in it
 
@@ -536,7 +543,8 @@ class TokenStream:
             largest = part.numpy().max(initial=0)
             if largest >= self.vocab_size:
                 path, size = self.paths[self.shard], self.vocab_size
-                raise InputError(f"{path}: token id {largest} exceeds VOCAB_SIZE={size}: raise it")
+                advice = "set both VOCAB_SIZE and TOKENIZER_PATH to those of these shards"
+                raise InputError(f"{path}: token id {largest}, but VOCAB_SIZE={size}: {advice}")
             parts.append(part)
             n -= len(part)
             self.position += len(part)
@@ -592,9 +600,12 @@ class TrainingState:
         self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
         self.stopwatch = Stopwatch(runtime.device)
         self.step = 0
+        self.tokens = 0  # trained
         self.skipped_steps = 0  # of this process: with fp16, a gradient was not finite
+        self.is_skipped = False  # the last step
         self.train_loss = 0.0  # of the last logged step, the mean of all ranks
         self.signum = 0  # of the first signal that this rank got; 0: none
+        self.is_saved = True  # rank 0's last checkpoint, and its model files
         self.inputs = {"script": binascii.crc32(runtime.source)}  # checksums; run() adds others
         self.outputs: dict[str, int] = {}  # checksums of the model files that this rank wrote
 
@@ -602,6 +613,7 @@ class TrainingState:
         """Copy everything that a resumed run needs and that warm_up restores."""
         state = {
             "step": self.step,
+            "tokens": self.tokens,
             "train_ms": self.stopwatch.elapsed_ms(),
             "knobs": asdict(self.hp),
             "script": self.inputs["script"],
@@ -614,17 +626,20 @@ class TrainingState:
         return copy_tensors(state, device)
 
     def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
+        stream = self.loader.stream
+        if saved["stream"][0] >= len(stream.shards):
+            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
+        if len(saved["optimizers"]) != len(self.optimizers):
+            raise InputError(f"{name} has {len(saved['optimizers'])} optimizers: use its script")
         load_model(self.gpt, saved["model"], name)
         same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
             load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
         if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
             self.scaler.load_state_dict(saved["scaler"])
-        stream = self.loader.stream
         stream.shard, stream.position = saved["stream"]
-        if stream.shard >= len(stream.shards):
-            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
         self.step = saved["step"]
+        self.tokens = saved["tokens"]
         self.skipped_steps = 0  # those of the warm-up do not count
         self.stopwatch.reset(saved["train_ms"])
 
@@ -641,6 +656,8 @@ def train_step(state: TrainingState) -> Tensor:
     hp = state.hp
     grad_accum_steps = hp.batch_slots // state.runtime.world_size
     total_loss = torch.zeros((), device=state.runtime.device)
+    random.seed(1_000_003 * hp.seed + state.step)  # all ranks draw alike, also after a resume
+    np.random.seed([hp.seed, state.step])
     state.gpt.zero_grad()
     for micro_step in range(grad_accum_steps):
         seed_dropout(state, micro_step)
@@ -652,14 +669,10 @@ def train_step(state: TrainingState) -> Tensor:
         loss = state.model(*batch) * (1 / grad_accum_steps)
         state.scaler.scale(loss).backward()
         total_loss += loss.detach()
-    if state.step == 0:
-        for name, param in state.gpt.named_parameters():
-            if param.requires_grad and param.grad is None:
-                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
-    skip = state.scaler.is_enabled() and not unscale_gradients(state)
+    state.is_skipped = state.scaler.is_enabled() and not unscale_gradients(state)
     if hp.grad_clip_norm > 0:
         nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
-    if not skip:
+    if not state.is_skipped:
         for optimizer in state.optimizers:
             optimizer.step()
     return total_loss
@@ -712,23 +725,27 @@ def train(state: TrainingState, validation: "Validation") -> int:
         set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
         rank_loss = train_step(state)
         state.step += 1
+        state.tokens += hp.train_batch_tokens
         # Near the cap (four average steps), the clock waits for this step: the run ends on time.
         is_near_cap = state.step <= 3 or elapsed_ms * (1 + 4 / state.step) >= cap_ms
         state.stopwatch.lap(wait=cap_ms > 0 and is_near_cap)
         log_step(state, rank_loss)
         if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
-            save_checkpoint(state)
+            state.is_saved = save_checkpoint(state)
 
 
 def warm_up(state: TrainingState) -> None:
     """Take WARMUP_STEPS steps to compile, off the clock. They train nothing: all is restored."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
-    # After its first step, DDP adds in another order. A resumed run must round like that, too.
-    num_steps = max(wanted, int(dist.is_initialized()))
+    # One step at least: DDP then adds in another order, and a resumed run must round like that.
+    num_steps = max(wanted, 1)
     for step in range(1, num_steps + 1):
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
         train_step(state)
+        for name, param in state.gpt.named_parameters() if step == 1 else ():
+            if param.requires_grad and param.grad is None:
+                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
     state.load_state_dict(start)
@@ -747,7 +764,8 @@ class Validation:
         try:
             tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
         except (OSError, RuntimeError) as error:
-            raise InputError(f"{knob}: {error}\n{WAYS_TO_DATA}") from None
+            lines = [*unknown_knobs(), f"{knob}: {error}", WAYS_TO_DATA]
+            raise InputError("\n".join(lines)) from None
         size = tokenizer.vocab_size()
         if size != hp.vocab_size:
             advice = f"set TOKENIZER_PATH to the shards' tokenizer, or VOCAB_SIZE={size}"
@@ -954,14 +972,14 @@ def finish(state: TrainingState, validation: Validation) -> int:
     """Write the model first: scoring may fail. Then score it. Returns the exit code."""
     hp, runtime = state.hp, state.runtime
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
-        save_checkpoint(state)
+        state.is_saved = save_checkpoint(state)
     artifact, report = runtime.from_rank_0(lambda: write_model(state))
     # Now a signal ends the process at once. SIG_DFL alone would not end PID 1.
     set_signal_action(signal.SIG_DFL if os.getpid() > 1 else lambda n, frame: os._exit(128 + n))
-    signum = max(runtime.gather(state.signum))
-    if signum > 0:
-        runtime.log(f"stopped: signal:{signum}: not scored, use tests/tools/score.py")
-        return 128 + signum
+    signals, are_saved = zip(*runtime.gather((state.signum, state.is_saved)), strict=True)
+    if max(signals) > 0:
+        runtime.log(f"stopped: signal:{max(signals)}: not scored, use tests/tools/score.py")
+        return 128 + max(signals) if all(are_saved) else 1
     pre_quant_loss = validate(state, validation)
     log_end(state, report)
     load_weights(state.gpt, artifact, "the exported artifact")  # state.model shares its weights
@@ -976,7 +994,8 @@ def finish(state: TrainingState, validation: Validation) -> int:
     written = runtime.from_rank_0(lambda: write_result(state, scores))
     runtime.log(f"files: {shlex.join(written)}")
     log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
-    return int(len(written) < len(FINAL_FILES) or not math.isfinite(loss))
+    is_whole = all(are_saved) and len(written) == len(FINAL_FILES)
+    return 0 if is_whole and math.isfinite(loss) else 1
 
 
 def run() -> int:
@@ -986,12 +1005,12 @@ def run() -> int:
     prepare_demo(hp, runtime)
     compare_ranks(hp, runtime)
     state = TrainingState(hp, runtime)
+    check_patterns(state.gpt)
     validation = Validation(hp)
     state.inputs |= validation.inputs
     log_settings(state.gpt, validation, runtime)
     load_checkpoint(state)
-    runtime.from_rank_0(lambda: move_older_files(hp, None, *FINAL_FILES))
-    runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
+    runtime.from_rank_0(lambda: open_output(hp, runtime))
     warm_up(state)
     signum = train(state, validation)
     if signum > 0:
@@ -1065,6 +1084,30 @@ def check_knobs(hp: Hyperparameters) -> None:
         for name in names:
             if not is_valid(value := getattr(hp, name)):
                 raise InputError(f"{name.upper()}={value!r} must be {rule}")
+
+
+def check_patterns(gpt: GPT) -> None:
+    """Raise InputError if a pattern that is no default is in no parameter's name."""
+    names = " ".join(name for name, _ in gpt.named_parameters())
+    for pattern in {*gpt.hp.control_tensor_name_patterns} - {*CONTROL_TENSOR_NAME_PATTERNS}:
+        if pattern not in names:
+            parts = names.replace(".", " ").split()
+            (nearest,) = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
+            problem = f"CONTROL_TENSOR_NAME_PATTERNS: no parameter has {pattern!r} in its name"
+            raise InputError(f"{problem}: did you mean {nearest}?")
+
+
+def unknown_knobs() -> Iterator[str]:
+    """Lines about variables of the environment that are no knobs, but look like one."""
+    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
+    usual_names = dict(LR="MATRIX_LR", LEARNING_RATE="MATRIX_LR", BATCH_SIZE="TRAIN_BATCH_TOKENS")
+    usual_names |= dict(STEPS="ITERATIONS", MAX_STEPS="ITERATIONS", EPOCHS="ITERATIONS")
+    for name in sorted(os.environ.keys() - {*knobs}):
+        text = usual_names.get(name.upper(), name.upper())
+        if "ACCUM" in text and ("GRAD" in text or "STEP" in text):
+            yield f"unknown_knob:{name} is ignored: set BATCH_SLOTS to accumulation steps x GPUs"
+        for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):
+            yield f"unknown_knob:{name} is ignored: did you mean {knob}?"
 
 
 # ---- Runtime --------------------
@@ -1324,7 +1367,7 @@ def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
     load_model(gpt, weights, name)
 
 
-def write_file(path: Path, data: bytes, log: Log, before: Callable = lambda: None) -> bool:
+def write_file(path: Path, data: bytes, log: Log) -> bool:
     """Write a temporary file and rename it. If that fails, log a warning and return False."""
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
@@ -1337,7 +1380,6 @@ def write_file(path: Path, data: bytes, log: Log, before: Callable = lambda: Non
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
                     raise  # the three mean: no fsync here
-        before()
         os.replace(temporary, path)
         return True
     except OSError as error:
@@ -1345,6 +1387,24 @@ def write_file(path: Path, data: bytes, log: Log, before: Callable = lambda: Non
         with contextlib.suppress(OSError):
             temporary.unlink()  # leave the space to smaller files
         return False
+
+
+@contextlib.contextmanager
+def lock(folder: str) -> Iterator[None]:
+    """Let this machine's other runs wait before they move or write files in a folder."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no such folder yet, or a disk without locks
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)  # this unlocks it, as the end of a process does
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def open_output(hp: Hyperparameters, runtime: Runtime) -> None:
+    """Move the files of an older run, then open the log."""
+    with lock(hp.output_dir):
+        move_older_files(hp, None, *FINAL_FILES)
+    runtime.log.open(hp, runtime.source)
 
 
 def move_older_files(hp: Hyperparameters, log: Log | None, *names: str) -> None:
@@ -1372,7 +1432,7 @@ def write_result(state: TrainingState, scores: dict[str, float]) -> list[str]:
     hp, runtime, train_ms = state.hp, state.runtime, state.stopwatch.elapsed_ms()
     facts = {
         **scores, "steps": state.step, "train_ms": train_ms,
-        "tokens_per_second": hp.train_batch_tokens * state.step / max(train_ms, 1) * 1000,
+        "tokens_per_second": 1000 * state.tokens / max(train_ms, 1),
         "bytes_code": len(runtime.source), "crc32": state.outputs, "input_crc32": state.inputs,
         "model_params": sum(param.numel() for param in state.gpt.parameters()),
         "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
@@ -1387,22 +1447,23 @@ def write_result(state: TrainingState, scores: dict[str, float]) -> list[str]:
     return [str(Path(hp.output_dir, name)) for name in names]
 
 
-def write_final(state: TrainingState, name: str, data: bytes) -> None:
-    """Write a model file. If another run in this folder has just written its own, that moves."""
+def write_final(state: TrainingState, name: str, data: bytes, *older: str) -> None:
+    """Move older files, of a run that has ended since, and write a model file, in one step."""
     hp, log = state.hp, state.runtime.log
     state.outputs[name] = binascii.crc32(data)
-    write_result(state, {})  # first: no model is without its knobs
-    path = Path(hp.output_dir, name)
-    if not write_file(path, data, log, before=lambda: move_older_files(hp, log, name)):
-        del state.outputs[name]
+    with lock(hp.output_dir):
+        move_older_files(hp, log, *older)
+        write_result(state, {})  # first: no model is without its knobs
+        if not write_file(Path(hp.output_dir, name), data, log):
+            del state.outputs[name]
+            state.is_saved = False
 
 
 def write_model(state: TrainingState) -> tuple[bytes, str]:
     """Write the weights, then the artifact. Returns it, and the log's lines about sizes."""
-    move_older_files(state.hp, state.runtime.log, *FINAL_FILES)  # of a run that has ended since
-    write_final(state, WEIGHTS, serialize(state.gpt.state_dict()))
+    write_final(state, WEIGHTS, serialize(state.gpt.state_dict()), *FINAL_FILES)
     artifact, report = export(state.gpt, state.hp, state.runtime)
-    write_final(state, ARTIFACT, artifact)
+    write_final(state, ARTIFACT, artifact, ARTIFACT)
     return artifact, report
 
 
@@ -1414,7 +1475,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bo
     """Restore a saved state_dict, but not its knobs. keep_dtypes: undo torch's cast."""
     groups, saved_groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
     key = "names" if "names" in saved_groups[0] else "params"  # older ones: running numbers
-    if [group.get(key) for group in saved_groups] != [group[key] for group in groups]:
+    kinds = {"betas", "eps", "momentum", "backend_steps"}  # Adam has the first two of these
+    found, own = ([(g.get(key), g.keys() & kinds) for g in part] for part in (saved_groups, groups))
+    if found != own:
         problem = f"the checkpoint's {type(optimizer).__name__} has parameters in other places"
         raise InputError(f"{problem}: use its script and CONTROL_TENSOR_NAME_PATTERNS")
     for group, old in zip(groups, saved_groups, strict=True):
@@ -1454,6 +1517,8 @@ def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
         raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
     older = {"knobs": {}, "shards": None, "scaler": {}, "script": None}
     saved = older | deserialize(path.read_bytes(), str(path))
+    batch = saved["knobs"].get("train_batch_tokens", hp.train_batch_tokens)
+    saved.setdefault("tokens", batch * saved.get("step", 0))
     if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
         raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
     return path, saved
@@ -1483,9 +1548,10 @@ def load_checkpoint(state: TrainingState) -> None:
 def stop(state: TrainingState, signum: int) -> int:
     """Save a checkpoint after a signal. Returns the exit code."""
     command = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
-    advice = command if save_checkpoint(state) else "not saved"
+    is_saved = all(state.runtime.gather(save_checkpoint(state)))
+    advice = command if is_saved else "not saved"
     state.runtime.log(f"stopped: signal:{signum} step:{state.step}/{state.hp.iterations}: {advice}")
-    return 128 + signum
+    return 128 + signum if is_saved else 1
 
 
 # ---- Log lines ------------------
@@ -1519,13 +1585,8 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
 
 def log_warnings(validation: Validation, runtime: Runtime) -> None:
     """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
-    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
-    usual_names = dict(LR="MATRIX_LR", LEARNING_RATE="MATRIX_LR", BATCH_SIZE="TRAIN_BATCH_TOKENS")
-    usual_names |= dict(STEPS="ITERATIONS", MAX_STEPS="ITERATIONS", EPOCHS="ITERATIONS")
-    for name in sorted(os.environ.keys() - {*knobs}):
-        text = usual_names.get(name.upper(), name.upper())
-        for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):
-            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+    for line in unknown_knobs():
+        runtime.log(line)
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if not dist.is_initialized() and os.environ.get(name, "1") != "1":
             runtime.log(f"WARNING: {name}={os.environ[name]}, but this run is alone: use torchrun")
@@ -1540,11 +1601,12 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
     hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
     name = f"step:{state.step}/{hp.iterations}"
     if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
-        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
+        loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        runtime.log(f"{name} train_loss:{loss:.4f} {stopwatch.report(state.step)}")
+        state.train_loss = state.train_loss if state.is_skipped else loss  # fp16 may overflow once
     elapsed_ms = stopwatch.elapsed_ms()
     minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
-    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
+    speed = 1000 * state.tokens / elapsed_ms
     runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
 
 
@@ -1601,6 +1663,8 @@ def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
         return
     builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
     builder = next(filter(Path.is_file, builders), builders[0])
+    if not builder.is_file() and glob.glob(hp.files("val")) and Path(hp.tokenizer_path).is_file():
+        return  # a copy of the script, next to complete data
     command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
