@@ -79,6 +79,7 @@ def test_the_log_line_by_line(single, dataset, tokenizer):
         rf"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={re.escape(str(tokenizer))}",
         rf"train_loader:dataset:{re.escape(dataset.name)} train_shards:2",
         rf"val_loader:shards pattern={re.escape(str(dataset))}/fineweb_val_\*\.bin tokens:1472",
+        r"val_tokens_crc32:\d+",
         r"model_params:\d+",
         r"world_size:1 grad_accum_steps:8",
         r"sdp_backends:cudnn=False flash=True mem_efficient=True math=True",
