@@ -545,9 +545,9 @@ class TokenStream:
             part = self.shards[self.shard][self.position : self.position + n]
             largest = part.numpy().max(initial=0)
             if largest >= self.vocab_size:
-                path = self.paths[self.shard]
-                advice = f"set VOCAB_SIZE={self.vocab_size} and TOKENIZER_PATH to its own"
-                raise InputError(f"{path}: token id {largest} is of another tokenizer: {advice}")
+                path, knob = self.paths[self.shard], f"VOCAB_SIZE={self.vocab_size}"
+                problem = f"{path}: token id {largest} is of another tokenizer than {knob}"
+                raise InputError(f"{problem}: set it and TOKENIZER_PATH")
             parts.append(part)
             n -= len(part)
             self.position += len(part)
@@ -634,7 +634,7 @@ class TrainingState:
         same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
             load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
-        if saved["scaler"]:  # else it is empty: not of an fp16 run
+        if saved["scaler"]:  # else it is not of an fp16 run
             self.scaler.load_state_dict(saved["scaler"])
         stream.shard, stream.position = saved["stream"]
         self.step = saved["step"]

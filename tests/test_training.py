@@ -5,9 +5,11 @@ import dataclasses
 import itertools
 import math
 import os
+import random
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -164,6 +166,19 @@ def test_dropout_is_the_same_on_any_number_of_ranks_and_after_a_resume(hp, world
     assert len({*alone, *other_seed}) == 32
 
 
+def test_python_and_numpy_draw_alike_on_all_ranks_and_after_a_resume(hp):
+    def numbers(steps: list[int], hp: Hyperparameters = hp, **place: int) -> list[tuple]:
+        state, drawn = TrainingState(hp, dataclasses.replace(ALONE, **place)), []
+        for state.step in steps:
+            train_step(state)
+            drawn.append((random.random(), np.random.rand()))
+        return drawn
+
+    alone = numbers([0, 1])
+    assert numbers([0, 1], rank=1, world_size=2) == alone and numbers([1]) == alone[1:]
+    assert len({*alone, *numbers([0, 1], dataclasses.replace(hp, seed=hp.seed + 1))}) == 4
+
+
 # ---- whole runs ----------------------------------------------------------------------------------
 @pytest.mark.baseline
 @pytest.mark.parametrize(
@@ -217,14 +232,15 @@ def test_an_infinite_fp16_gradient_of_one_optimizer_stops_both(hp):
 
 
 def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
-    """The loss overflows, then one of Adam's gradients, which clipping would spread to Muon's. Loss
-    and gradients are local to train_step, so the ranks run an edited copy of the script."""
+    """The loss overflows, which does not end the run, then one of Adam's gradients, which clipping
+    would spread to Muon's. Both are local to train_step, so the ranks run an edited copy."""
     infinite = "(math.inf if state.step == 3 and state.runtime.rank == 1 else 1)"
     norm = "nn.utils.get_total_norm([p.grad for p in state.gpt.parameters()])"
     report = f"print('scale', state.scaler.get_scale(), {norm}.item()); return total_loss"
     unscale = "    state.is_skipped = state.scaler.is_enabled()"
     in_adam = "    state.gpt.tok_emb.weight.grad += math.nan if state.step == 4 else 0\n"
-    edit = {"scale(loss)": f"scale(loss * {infinite})", unscale: in_adam + unscale}
+    factor = "* (1 / grad_accum_steps)"
+    edit = {factor: f"{factor} * {infinite}", unscale: in_adam + unscale}
     script = tmp_path / "train_gpt.py"
     script.write_text(edit_script(SCRIPT.read_text(), edit, {"return total_loss": report}))
     settings = {"DTYPE": "fp16", "WARMUP_STEPS": "3", "CHECKPOINT_EVERY": "6"}
@@ -238,4 +254,4 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
     saved = torch.load(tmp_path / "checkpoints" / "test.pt")
     assert saved["step"] == 6 and saved["scaler"]["scale"] == 16384
     assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {4}
-    assert any("WARNING: 2 steps skipped" in line for line in ranks[0].stdout.splitlines())
+    assert "WARNING: 2 steps skipped" in ranks[0].stdout and "train_loss:inf" in ranks[0].stdout
