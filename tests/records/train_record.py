@@ -960,7 +960,7 @@ class TrainingState:
         self.is_skipped = False  # the last step
         self.train_loss = 0.0  # of the last logged step, the mean of all ranks
         self.signum = 0  # of the first signal that this rank got; 0: none
-        self.is_saved = True  # rank 0's last checkpoint, and its model files
+        self.is_saved = True  # rank 0's last checkpoint and models
         self.inputs = {"script": binascii.crc32(runtime.source)}  # checksums; run() adds others
         self.outputs: dict[str, int] = {}  # checksums of the model files that this rank wrote
         self.gptq_ms = 0.0
@@ -1942,7 +1942,7 @@ def check_patterns(gpt: GPT) -> None:
 
 
 def unknown_knobs() -> Iterator[str]:
-    """Lines about variables that look like knobs, but are none."""
+    """Lines about variables that look like knobs."""
     knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
     usual_names = dict(LR="MATRIX_LR", LEARNING_RATE="MATRIX_LR", BATCH_SIZE="TRAIN_BATCH_TOKENS")
     usual_names |= dict(STEPS="ITERATIONS", MAX_STEPS="ITERATIONS", EPOCHS="ITERATIONS")
@@ -2289,7 +2289,7 @@ def write_file(path: Path, data: bytes, log: Log) -> bool:
 
 @contextmanager
 def lock(folder: str, rank: int = 0) -> Iterator[None]:
-    """Let rank 0 of one run on this machine move and write files in a folder."""
+    """Let one run on this machine (rank 0) move and write files here."""
     with ExitStack() as stack:
         with suppress(OSError):  # no such folder yet, or a disk without locks
             descriptor = os.open(folder, os.O_RDONLY)
@@ -2551,7 +2551,7 @@ def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
     builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
     builder = next(filter(Path.is_file, builders), None)
     if builder is None:
-        return  # this is a copy: use existing data
+        return  # use existing data
     command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
