@@ -654,7 +654,7 @@ def train_step(state: TrainingState) -> Tensor:
     hp = state.hp
     grad_accum_steps = hp.batch_slots // state.runtime.world_size
     total_loss = torch.zeros((), device=state.runtime.device)
-    random.seed(1_000_003 * hp.seed + state.step)  # alike on all ranks and after a resume
+    random.seed(1_000_003 * hp.seed + state.step)  # alike on all ranks, and if resumed
     np.random.seed([hp.seed, state.step])
     state.gpt.zero_grad()
     for micro_step in range(grad_accum_steps):
@@ -694,7 +694,7 @@ def train(state: TrainingState, validation: "Validation") -> int:
         elapsed_ms = clocks[0]  # one clock, so that all learning rates agree
         if state.step >= hp.iterations or (cap_ms > 0 and elapsed_ms >= cap_ms):
             state.stopwatch.pause()
-            return 0  # a finished run is exported, whatever its loss
+            return 0  # the run is exported, whatever its loss
         if not math.isfinite(state.train_loss):
             advice = "check the model and DTYPE" if state.step == 1 else "set lower learning rates"
             raise InputError(f"train_loss is {state.train_loss}: {advice}")
@@ -790,7 +790,7 @@ def evaluate(
     model.eval()
     for first in range(my_first, my_end, batch_size):
         runtime.log.status(f"validation: window {first - my_first} of {my_end - my_first}")
-        # Pad the last batch with its last window: a new shape would recompile the model.
+        # Pad the last batch with its last window: a new shape would recompile.
         batch_starts = [starts[min(i, my_end - 1)] for i in range(first, first + batch_size)]
         windows = torch.stack([tokens[start : start + T + 1] for start in batch_starts])
         windows = upload(windows, runtime.device).long()  # (B, T + 1)
@@ -1083,14 +1083,14 @@ def gpu_report() -> str:
 
 @dataclass
 class Log:
-    """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
+    """Buffers lines until open(), then writes them to console and file. Rank 0 opens it."""
 
     waiting: list[str] = field(default_factory=list)
     file: TextIO | None = None
     is_terminal: bool = False
 
     def open(self, hp: Hyperparameters, source: bytes) -> None:
-        """Call this late, so that an input error leaves no file."""
+        """Call this late: an input error leaves no file."""
         path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
         text = source.decode(errors="backslashreplace")
@@ -1311,7 +1311,7 @@ def deserialize(data: bytes, name: str) -> dict[str, Any]:
         if damaged := zipfile.ZipFile(io.BytesIO(data)).testzip():
             raise ValueError(f"the checksum of {damaged} is wrong")
         return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except Exception as error:  # of any type; torch's text goes on with unsafe advice
+    except Exception as error:  # of any type; torch's text gives unsafe advice
         problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
         raise InputError(f"{name} is damaged or not a model file: {problem}") from None
 
@@ -1345,7 +1345,7 @@ def write_file(path: Path, data: bytes, log: Log) -> bool:
             file.write(data)
             file.flush()
             try:
-                os.fsync(file.fileno())  # else a power cut could leave an empty file
+                os.fsync(file.fileno())  # else a power cut may empty it
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
                     raise  # the three mean: no fsync here
@@ -1354,7 +1354,7 @@ def write_file(path: Path, data: bytes, log: Log) -> bool:
     except OSError as error:
         log(f"WARNING: {path} cannot be written: {error.strerror}")
         with suppress(OSError):
-            temporary.unlink()  # leave the space to smaller files
+            temporary.unlink()  # room for smaller files
         return False
 
 
@@ -1409,7 +1409,7 @@ def write_result(state: TrainingState, scores: dict[str, float]) -> list[str]:
 
 
 def write_final(state: TrainingState, name: str, data: bytes, *older: str) -> None:
-    """Move older files and write a model file. No other run writes in between."""
+    """Move older files and write a model. No other run writes in between."""
     hp, log = state.hp, state.runtime.log
     state.outputs[name] = binascii.crc32(data)
     with lock(hp.output_dir):
@@ -1516,7 +1516,7 @@ def stop(state: TrainingState, signum: int) -> int:
 def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     hp = gpt.hp
     cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
-    tied = hp.tie_embeddings
+    tied, inputs = hp.tie_embeddings, validation.inputs
     defaults = asdict(Hyperparameters(run_id=hp.run_id))
     knobs = [f"{k.upper()}={v}" for k, v in asdict(hp).items() if v != defaults[k]]
     runtime.log(
@@ -1524,7 +1524,8 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"train_loader:dataset:{Path(hp.data_path).resolve().name} "
         f"train_shards:{len(glob.glob(hp.files('train')))}\n"
         f"val_loader:shards pattern={os.path.join(hp.data_path, 'fineweb_val_*.bin')} "
-        f"tokens:{len(validation.tokens) - 1}\nval_tokens_crc32:{validation.inputs['val_tokens']}\n"
+        f"tokens:{len(validation.tokens) - 1}\n"
+        f"input_crc32 val_tokens:{inputs['val_tokens']} tokenizer:{inputs['tokenizer']}\n"
         f"model_params:{sum(param.numel() for param in gpt.parameters())}\n"
         f"world_size:{runtime.world_size} grad_accum_steps:{hp.batch_slots // runtime.world_size}\n"
         f"sdp_backends:cudnn={cudnn} flash=True mem_efficient=True math=True\n"
@@ -1647,7 +1648,7 @@ def leave(job: Callable[[], int]) -> NoReturn:
     if dist.is_initialized():
         with suppress(AttributeError, OSError):
             sys.stdout.flush()  # os._exit does not flush
-        os._exit(code)  # gloo's threads may hang or abort a normal exit
+        os._exit(code)  # a normal exit may hang in gloo's threads
     sys.exit(code)
 
 

@@ -88,7 +88,7 @@ def test_the_log_line_by_line(single, dataset, tokenizer):
         rf"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={re.escape(str(tokenizer))}",
         rf"train_loader:dataset:{re.escape(dataset.name)} train_shards:2",
         rf"val_loader:shards pattern={re.escape(str(dataset))}/fineweb_val_\*\.bin tokens:1472",
-        r"val_tokens_crc32:\d+",
+        r"input_crc32 val_tokens:\d+ tokenizer:\d+",
         r"model_params:\d+",
         r"world_size:1 grad_accum_steps:8",
         r"sdp_backends:cudnn=False flash=True mem_efficient=True math=True",
@@ -194,7 +194,10 @@ def test_the_result_names_its_files_inputs_speed_and_where_it_ran(single, datase
     inputs = {"script": SCRIPT.read_bytes(), "val_tokens": val_tokens}
     inputs["tokenizer"] = Path(result["knobs"]["tokenizer_path"]).read_bytes()
     assert result["input_crc32"] == {name: zlib.crc32(data) for name, data in inputs.items()}
-    assert f"\nval_tokens_crc32:{result['input_crc32']['val_tokens']}\n" in output
+    numbers = re.search(r"\ninput_crc32 val_tokens:(\d+) tokenizer:(\d+)\n", output).groups()
+    assert [*map(int, numbers)] == [
+        result["input_crc32"][name] for name in ("val_tokens", "tokenizer")
+    ]
 
 
 def test_the_result_has_scores_and_knobs(trained, quantized_knobs):
