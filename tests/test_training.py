@@ -7,7 +7,6 @@ import math
 import os
 import random
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -72,11 +71,10 @@ def hp(knobs) -> Hyperparameters:
 def one_batch(hp: Hyperparameters, seed: int = 0) -> list[tuple[dict[str, torch.Tensor], float]]:
     """Gradients and loss of two steps, each with its tokens as one batch. seed: of dropout."""
     state, steps = TrainingState(hp, ALONE), []
-    A = hp.batch_slots  # micro-steps
+    shape = (hp.train_batch_tokens, hp.train_seq_len, hp.batch_slots)
     torch.manual_seed(seed)
     for _ in range(2):
-        next_slot = partial(state.loader.next_batch, hp.train_batch_tokens, hp.train_seq_len, A)
-        slots = [next_slot() for _ in range(A)]
+        slots = [state.loader.next_batch(*shape) for _ in range(hp.batch_slots)]
         state.gpt.zero_grad()
         loss = state.gpt(torch.cat([x for x, _ in slots]), torch.cat([y for _, y in slots]))
         loss.backward()
