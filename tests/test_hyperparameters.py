@@ -119,8 +119,7 @@ def test_a_misspelled_knob_is_named_and_the_variables_of_a_usual_machine_are_not
     named = [line for line in log if line.startswith("unknown_knob:")]
     assert len(named) == 12 and log[-8:-2] == named[:6] == named[6:]  # again at the end
     for name in ("GRADIENT_ACCUMULATION_STEPS", "GRAD_ACCUM_STEPS"):
-        advice = f"{name} is ignored: set BATCH_SLOTS to accumulation steps x GPUs"
-        assert named.pop(0) == f"unknown_knob:{advice}"
+        assert f"{name} is ignored: set BATCH_SLOTS to accumulation steps x GPUs" in named.pop(0)
     meant = ("MATRIX_LR", "NUM_LAYERS", "ITERATIONS", "ITERATIONS")
     for line, knob in zip(named, meant, strict=False):
         assert line.endswith(f"did you mean {knob}?")
