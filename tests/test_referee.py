@@ -205,18 +205,27 @@ def test_noise_is_no_look_ahead(small, monkeypatch):
 
 
 def test_time_limits_the_places(small, monkeypatch):
-    """Each look at this clock takes a second, and a scoring has one or two."""
-    monkeypatch.setattr(referee, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    """On this clock only scoring takes time, a second for each text."""
+    final_losses, seconds = train_gpt.final_losses, itertools.count(1)
+    clock = SimpleNamespace(now=0, perf_counter=lambda: clock.now)
+
+    def score(*arguments):
+        clock.now = next(seconds)
+        return final_losses(*arguments)
+
+    monkeypatch.setattr(train_gpt, "final_losses", score)
+    monkeypatch.setattr(referee, "time", clock)
     tried = []
-    for seconds in (100, 400, 10_000):
-        case = open_case(train_gpt, small, num_places=40)
-        case.deadline = referee.time.perf_counter() + seconds
+    for minutes in (1, 2, 60):
+        case = open_case(train_gpt, small, num_places=30, deadline=clock.now + 60 * minutes)
         holds, measured = referee.check_order(case)
         assert holds
-        tried.append(int(re.search(r"tokens, (\d+) places in \d documents: ", measured)[1]))
-    assert tried[0] == 8 < tried[1] < tried[2] == 40
-    case.deadline = referee.time.perf_counter() + 20
-    with pytest.raises(referee.NotTested, match="no time for 24 scorings of 256 tokens: about "):
+        tried.append(int(re.search(r"what follows (\d+) places in \d documents, ", measured)[1]))
+    assert tried == [8, 14, 30]
+    case.deadline = clock.now + 20
+    with pytest.raises(
+        referee.NotTested, match="no time for 24 scorings of 256 tokens: about 23 s"
+    ):
         referee.check_order(case)
 
 

@@ -37,11 +37,8 @@ from sentencepiece import SentencePieceProcessor
 Finding = tuple[bool, str]  # whether the rule holds, and what was measured
 LENGTHS = (1, 6, 2, 4, 3, 5)  # relative lengths of documents
 PASSAGE = 24  # first tokens that three documents share, so that hints from one to another act
-SPACE = "\u2581".encode()  # a lone space, if a tokenizer writes it in bytes
 NO_BOS = "the split has no BOS, with which documents begin: build the shards again"
 MAX_NOISE = 0.01  # nats between equal scorings
-TOLERANCE = 1e-5  # nats by which rounding may change a loss
-LEAST_PLACES = 8
 SIZE_LIMIT = 16_000_000  # bytes of artifact and script, the challenge's
 
 
@@ -61,6 +58,7 @@ class Case:
     num_tokens: int = 0  # tokens of the short text; 0: as many as the knobs need
     num_places: int = 32
     deadline: float = math.inf  # on the clock of time.perf_counter()
+    seconds_per_token: float = 0.0  # of the last scoring
 
     def __post_init__(self) -> None:
         self.hp = self.validation.hp
@@ -78,22 +76,24 @@ class Case:
         torch.manual_seed(0)
         validation = copy.copy(self.validation)
         validation.tokens, validation.hp = torch.from_numpy(tokens), hp or self.hp
-        return self.script.final_losses(self.model, validation, self.runtime).float().cpu()
+        started = time.perf_counter()
+        losses = self.script.final_losses(self.model, validation, self.runtime).float().cpu()
+        self.seconds_per_token = (time.perf_counter() - started) / len(tokens)
+        return losses
 
     def score_all(self, texts: list[np.ndarray], hp: Any = None) -> Iterator[torch.Tensor]:
         """Score texts of one length. Raises NotTested if the time does not suffice."""
         name = f"{len(texts)} scorings of {len(texts[0]) - 1:,} tokens"
-        started = time.perf_counter()
         for i, text in enumerate(texts):
-            seconds = (time.perf_counter() - started) * (len(texts) - 1) if i == 1 else 0
-            self.check_time(name, seconds)
+            self.check_time(name, (len(texts) - 1) * len(text) if i == 1 else 0)
             losses = self.score(text, hp)
             if len(losses) != len(text) - 1:
                 raise NotTested(f"{len(losses)} losses for {len(text) - 1} targets")
             yield losses
 
-    def check_time(self, work: str, seconds: float = 0) -> None:
-        """Print how long this will take, if known. Raises NotTested if that is too long."""
+    def check_time(self, work: str, num_tokens: int = 0) -> None:
+        """Print how long it takes to score so many tokens. Raises NotTested if that is too long."""
+        seconds = num_tokens * self.seconds_per_token
         if seconds > 0:
             work += f": about {seconds:.0f} s"
             print(work, flush=True)
@@ -106,11 +106,9 @@ class Case:
         changed[places] = (tokens[places] + 1) % self.hp.vocab_size
         return changed + (changed == self.bos) * (tokens != self.bos)
 
-    def decode(self, ids: np.ndarray) -> str:
-        return trained.decode(self.tokenizer, ids.tolist())
-
     def name_place(self, tokens: np.ndarray, place: int) -> str:
-        return f"place {place} ({self.decode(tokens[max(place - 3, 0) : place + 1])!r})"
+        words = trained.decode(self.tokenizer, tokens[max(place - 3, 0) : place + 1].tolist())
+        return f"place {place} ({words!r})"
 
     def knobs_with(self, word: str) -> list[int]:
         """The values of the knobs in use that have this word in their name."""
@@ -122,19 +120,14 @@ class Case:
 
 
 # ---- No look-ahead -------------------------------------------------------------------------------
-def needed_size(case: Case) -> tuple[int, int]:
-    """Return the numbers of documents and tokens that give several windows, chunks and phases."""
-    T, unit = case.hp.train_seq_len, case.hp.batch_slots * case.hp.train_seq_len
-    documents, chunks = case.knobs_with("documents"), case.knobs_with("chunk")
-    num_documents = 3 * max([2, *documents])
-    return num_documents, max(3 * max([unit, *chunks]), 2 * num_documents * min([T, *chunks]))
-
-
-def short_text(case: Case) -> tuple[np.ndarray, list[int]]:
-    """Cut the split's text into new documents, short and long ones. Returns the tokens and the
-    places of BOS."""
-    T, (count, wanted) = case.hp.train_seq_len, needed_size(case)
-    size = math.ceil((case.num_tokens or wanted) / T) * T
+def short_text(case: Case) -> tuple[np.ndarray, list[int], str]:
+    """Cut the split's text into new documents, short and long ones, with several windows, chunks
+    and phases. Returns the tokens, the places of BOS, and a note if --tokens is too small."""
+    T, chunks = case.hp.train_seq_len, case.knobs_with("chunk")
+    count = 3 * max([2, *case.knobs_with("documents")])
+    wanted = max(3 * max([case.hp.batch_slots * T, *chunks]), 2 * count * min([T, *chunks]))
+    size = math.ceil(max(case.num_tokens or wanted, 16) / T) * T
+    note = f" (less than {wanted:,}, which its knobs need)" if size < wanted else ""
     count = max(min(count, size // 16), 3)
     text = np.resize(case.words, size + 1)  # repeats what is too short
     ends = np.cumsum(np.resize(LENGTHS, count))
@@ -143,7 +136,7 @@ def short_text(case: Case) -> tuple[np.ndarray, list[int]]:
         length = min(PASSAGE, starts[1] - 2)
         text[start + 1 : start + 1 + length] = text[1 : 1 + length]
     text[starts] = case.bos
-    return text, starts
+    return text, starts, note
 
 
 def choose_places(case: Case, text: np.ndarray, starts: list[int], count: int) -> list[int]:
@@ -157,48 +150,56 @@ def choose_places(case: Case, text: np.ndarray, starts: list[int], count: int) -
     return sorted([*places][:count])
 
 
-def check_rest(
-    case: Case, text: np.ndarray, losses: torch.Tensor, num_places: int, tolerance: float
-) -> Finding:
-    """Replace all tokens after a place of a document: by other text, by a copy of the document up
-    to the place, and by copies of the place's token, which a look ahead finds at any distance. The
-    document's losses up to the place must stay; other documents may be decoded later."""
+def replace_rests(case: Case, text: np.ndarray, count: int) -> tuple[list[slice], list[np.ndarray]]:
+    """Replace all tokens between a place and the end of its document: by other text, by a copy of
+    the document up to the place, and by copies of the place's token, which a look ahead finds at
+    any distance. Returns the losses that must stay, those of the document up to the place."""
     inner = np.flatnonzero((text[:-1] != case.bos) & (text[1:] != case.bos)).tolist()
     bounds = [*np.flatnonzero(text == case.bos), len(text)]
-    other, texts, spans = np.resize(case.words[::-1], len(text)), [], []
-    for place in random.Random(0).sample(inner, num_places):
+    other, spans, texts = np.resize(case.words[::-1], len(text)), [], []
+    for place in random.Random(0).sample(inner, min(count, len(inner))):
         document = np.searchsorted(bounds, place)
         start, rest = bounds[document - 1], slice(place + 1, bounds[document])
         for source in (other[rest], text[start + 1 : rest.start], text[place : rest.start]):
+            spans.append(slice(start, place))
             texts.append(text.copy())
             texts[-1][rest] = np.resize(source, rest.stop - rest.start)
-            spans.append(slice(start, place))  # of losses
-    for span, changed in zip(spans, case.score_all(texts), strict=True):
-        change = (changed - losses)[span].abs()
-        if not (change <= tolerance).all():  # also true for nan
-            words = case.name_place(text, span.start + 1 + int(change.argmax()))
-            needs = f"to decode {words} you need what follows place {span.stop} in its document"
-            return False, f"{needs}: the loss changes by {change.max():.2g} nats"
-    places = f"{num_places} places in {len({span.start for span in spans})} documents"
-    replaced = "replacing what follows in the document changes no loss up to the place"
-    return True, f"{places}: {replaced} (by more than {tolerance:.2g} nats)"
+    return spans, texts
 
 
-def check_cycles(
-    case: Case, text: np.ndarray, losses: torch.Tensor, places: list[int], tolerance: float
-) -> Finding:
-    """Change one token at a time. A loss elsewhere that changes with it must be decoded later."""
+def check_order(case: Case) -> Finding:
+    """Replace what follows in a document: its losses must stay, others may be decoded later. Then
+    change one token at a time: a loss elsewhere that changes with it must be decoded later."""
+    text, starts, note = short_text(case)
+    scorings = torch.stack([*case.score_all(3 * [text])])
+    losses, noise = scorings[0], (scorings.amax(0) - scorings.amin(0)).max().item()
+    if not noise <= MAX_NOISE:  # also true for nan
+        raise NotTested(f"equal scorings differ by {noise:.2g} nats: set DEVICE=cpu or DTYPE=fp32")
+    tolerance = max(4 * noise, 1e-5)
+    # A place takes four scorings. Half of the time is for the other rules.
+    fitting = (case.deadline - time.perf_counter()) / (8 * len(text) * case.seconds_per_token)
+    num_places = max(int(min(case.num_places, fitting)), 8)
+    spans, texts = replace_rests(case, text, num_places)
+    for span, others in zip(spans, case.score_all(texts), strict=True):
+        changes = (others - losses)[span].abs()
+        if not (changes <= tolerance).all():
+            target = case.name_place(text, span.start + 1 + int(changes.argmax()))
+            needs = f"to decode {target} you need what follows place {span.stop} in its document"
+            return False, f"{needs}: the loss changes by {changes.max():.2g} nats"
+    places = choose_places(case, text, starts, num_places)
     columns = torch.tensor(places) - 1
-    others = case.score_all([case.change(text, [place]) for place in places])
-    changes = torch.stack([(other - losses)[columns].abs() > tolerance for other in others])
+    scorings = case.score_all([case.change(text, [place]) for place in places])
+    changes = torch.stack([(others - losses)[columns].abs() > 4 * noise for others in scorings])
     changes.fill_diagonal_(False)
-    rows = zip(places, changes.T.tolist(), strict=True)
-    # Maps each place to those that must be decoded before it.
-    order = TopologicalSorter({place: [*itertools.compress(places, row)] for place, row in rows})
     measured = (
-        f"{len(places)} tokens changed one at a time: {int(changes.sum())} losses depend on "
-        f"another one (by more than {tolerance:.2g} nats)"
+        f"{len(text) - 1:,} tokens{note}: what follows {len(spans) // 3} places in "
+        f"{len({span.start for span in spans})} documents, replaced, changes no loss up to them "
+        f"(by more than {tolerance:.2g} nats); {len(places)} tokens changed one at a time: "
+        f"{int(changes.sum())} losses depend on another one (by more than {4 * noise:.2g} nats)"
     )
+    # Maps each place to those that must be decoded before it.
+    rows = zip(places, changes.T.tolist(), strict=True)
+    order = TopologicalSorter({place: [*itertools.compress(places, row)] for place, row in rows})
     try:
         order.prepare()
     except CycleError as error:
@@ -208,29 +209,6 @@ def check_cycles(
         return False, f"{measured}, in a cycle: {cycle}"
     few = "a look into the next document is seen at few distances only"
     return True, f"{measured}, none in a cycle; {few}; the bounds of documents count as known"
-
-
-def check_order(case: Case) -> Finding:
-    """Check that a document's losses depend on no later token of it, and that an order of documents
-    exists."""
-    text, starts = short_text(case)
-    started = time.perf_counter()
-    losses = torch.stack([*case.score_all(3 * [text])])
-    seconds = (time.perf_counter() - started) / 3
-    noise = (losses.amax(0) - losses.amin(0)).max().item()
-    if not noise <= MAX_NOISE:  # also true for nan
-        raise NotTested(f"equal scorings differ by {noise:.2g} nats: set DEVICE=cpu or DTYPE=fp32")
-    # A place takes four scorings. Half of the time is for the other rules.
-    fitting = int(min(case.num_places, (case.deadline - time.perf_counter()) / 8 / seconds))
-    num_places = max(fitting, LEAST_PLACES)
-    holds, measured = check_rest(case, text, losses[0], num_places, max(4 * noise, TOLERANCE))
-    if not holds:
-        return False, measured
-    places = choose_places(case, text, starts, num_places)
-    holds, cycles = check_cycles(case, text, losses[0], places, 4 * noise)
-    wanted = needed_size(case)[1]
-    note = f" (less than {wanted:,}, which its knobs need)" if len(text) <= wanted else ""
-    return holds, f"{len(text) - 1:,} tokens{note}, {measured}; {cycles}"
 
 
 # ---- The other rules -----------------------------------------------------------------------------
@@ -244,8 +222,7 @@ def check_sums(case: Case) -> Finding:
     texts = np.tile(text, (hp.vocab_size, 1))
     texts[:, place] = range(hp.vocab_size)
     total = sum(math.exp(-losses[place - 1]) for losses in case.score_all([*texts], hp))
-    # If a script rounds losses to bf16, each is off by up to 1/512 of itself, and the sum by 1/512
-    # of their mean, which may be 5 nats.
+    # In bf16 the sum may be off by 1/512 of the losses' mean, which may be 5 nats.
     tolerance = 1e-4 if case.runtime.dtype == torch.float32 else 1e-2
     measured = f"{total:.6f} over {len(texts):,} tokens at place {place} of {size}"
     return abs(total - 1) <= tolerance, f"{measured} (tolerance {tolerance:g})"
@@ -262,12 +239,9 @@ def check_targets(case: Case) -> Finding:
         return False, "the scored tokens are not those of the shards"
     if num_targets < whole and case.hp.max_val_tokens <= 0:
         return False, f"only {num_targets:,} of {whole:,} targets are scored"
-    seconds = 0.0  # for a token
-    for text in (short_text(case)[0], tokens):
-        case.check_time(f"{len(text) - 1:,} targets", seconds * len(text))
-        started = time.perf_counter()
+    for text, size in ((short_text(case)[0], 0), (tokens, len(tokens))):
+        case.check_time(f"{len(text) - 1:,} targets", size)
         losses = case.score(text)
-        seconds = (time.perf_counter() - started) / len(text)
         if len(losses) != len(text) - 1:
             return False, f"{len(losses):,} losses for {len(text) - 1:,} targets"
         gaps = (losses == 0).numpy()
@@ -297,17 +271,17 @@ def check_bytes(case: Case) -> Finding:
     is_special = np.array([sp.is_control(i) or sp.is_unknown(i) or sp.is_unused(i) for i in ids])
     is_byte = np.array([sp.is_byte(i) for i in ids])
     # After a piece SentencePiece keeps a space that it may drop at the start.
-    piece = np.flatnonzero(~is_special & ~is_byte)[:1]
-    size = len(case.decode(piece).encode())
-    count = -len(case.decode(tokens[:1]).removeprefix(" ").encode())  # is not a target
+    piece = int(np.flatnonzero(~is_special & ~is_byte)[0])
+    size = len(trained.decode(sp, [piece]).encode())
+    count = -len(trained.decode(sp, tokens[:1].tolist()).removeprefix(" ").encode())  # not scored
     for document in np.split(tokens, np.flatnonzero(is_special[tokens])):
         case.check_time("the bytes of all documents")
         document = document[~is_special[document]]
         last = np.flatnonzero(~is_byte[document])[-1:]
         end = int(last.sum()) + len(last)  # the split may end within a character
         tail = bytes(int(sp.id_to_piece(i)[1:-1], 16) for i in document[end:].tolist())  # <0x0A>
-        text = case.decode(np.append(piece, document[:end])).encode()[size:]
-        count += len((text + tail.replace(SPACE, b" ")).removeprefix(b" "))
+        text = trained.decode(sp, [piece, *document[:end].tolist()]).encode()[size:]
+        count += len((text + tail.replace("\u2581".encode(), b" ")).removeprefix(b" "))
     own = round((len(tokens) - 1) / math.log(2) / case.validation.bits_per_byte(1.0))
     # To know where documents end, a decoder needs their lengths, none above the longest.
     starts = np.flatnonzero(tokens == case.bos)
@@ -323,7 +297,7 @@ def check_leaks(case: Case) -> Finding:
 
     if case.bos not in case.split:
         raise NotTested(NO_BOS)
-    train = case.paths["train"]
+    val, train = case.paths["val"], case.paths["train"]
     if not train:
         raise NotTested(f"{case.hp.data_path} has no train shards")
 
@@ -332,9 +306,7 @@ def check_leaks(case: Case) -> Finding:
         return path
 
     try:
-        all, repeated, leaked = check_dataset.find_leaks(
-            case.paths["val"], map(in_time, train), case.bos
-        )
+        all, repeated, leaked = check_dataset.find_leaks(val, map(in_time, train), case.bos)
     except OSError as error:  # a link to a file that is gone
         raise NotTested(f"{error.filename} cannot be read: {error.strerror}") from None
     found = f"{repeated} of {all} documents ({repeated / all:.2%})"
@@ -344,14 +316,15 @@ def check_leaks(case: Case) -> Finding:
 def check_limits(case: Case) -> Finding:
     """Add up the bytes of artifact and script. With eight GPUs, judge the run's times, too."""
     if case.path.read_bytes()[:2] == b"PK":  # as files of torch.save begin
-        raise NotTested("only an artifact has a limit: name the run's final_model.int8.ptz")
+        raise NotTested("only an artifact has a limit: name final_model.int8.ptz")
     result, code = trained.saved_facts(case.path), trained.read_script(Path(case.script.__file__))
-    sizes = case.path.stat().st_size, len(code)
-    measured = f"{sizes[0]:,} + {sizes[1]:,} (script) of {SIZE_LIMIT:,} bytes"
-    if zlib.crc32(code) != result.get("input_crc32", {}).get("script", zlib.crc32(code)):
+    size, crc = case.path.stat().st_size, zlib.crc32(code)
+    measured = f"{size:,} + {len(code):,} (script) of {SIZE_LIMIT:,} bytes"
+    if result.get("input_crc32", {}).get("script", crc) != crc:
         measured += ", but this script is not the run's"
+    fits = size + len(code) <= SIZE_LIMIT
     if "eval_ms" not in result:
-        return sum(sizes) <= SIZE_LIMIT, f"{measured}; final_result.json has no times"
+        return fits, f"{measured}; final_result.json is missing, or of a run without a score"
     train_ms = result["train_ms"] + result.get("gptq_ms", 0)  # calibration is training
     last_step = result["train_ms"] / max(result["steps"], 1)  # begins before the limit
     in_time = train_ms <= 600_000 + last_step and result["eval_ms"] <= 600_000
@@ -359,7 +332,7 @@ def check_limits(case: Case) -> Finding:
     times = f"trained {train_ms / 1000:.0f} s, scored {result['eval_ms'] / 1000:.0f} s"
     note = "of 600 each" if is_judged else "not judged without eight GPUs"
     measured += f"; {times}, as the run wrote them ({note})"
-    return sum(sizes) <= SIZE_LIMIT and (in_time or not is_judged), measured
+    return fits and (in_time or not is_judged), measured
 
 
 RULES = {
@@ -411,7 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = trained.model_parser(__doc__)
     add, number = parser.add_argument, trained.files.number
     add("--tokens", type=number(int, 0, 10**9), default=0, help="of the short text")
-    add("--places", type=number(int, 1), default=32, help="in it that change (32)")
+    add("--places", type=number(int, 1), default=32, help="in it that change, 8 or more (32)")
     add("--minutes", type=number(float, 0), default=10, help="for all rules together (10)")
     args = parser.parse_args(arguments)
     if "RANK" in os.environ:
