@@ -286,8 +286,9 @@ def test_limits_count_files_and_calibration(tmp_path, monkeypatch, gpus):
         (tmp_path / "final_result.json").write_text(json.dumps({**fits, **change}))
         is_right, measured = referee.check_limits(case)
         assert is_right == holds and "as the run wrote them" in measured
-        assert measured.startswith(f"{size + extra:,} + {len(script):,} (script) of 16,000,000 ")
-        assert ("this script is not the run's" in measured) == ("input_crc32" in change)
+        sizes = f"{16_000_000 + extra:,} of 16,000,000 bytes, {len(script):,} of them the script"
+        other = ", which is not the run's" * ("input_crc32" in change)
+        assert measured.startswith(f"{sizes}{other}; trained ")
     case.path.write_bytes(b"PK")
     with pytest.raises(referee.NotTested, match="only an artifact has a limit"):
         referee.check_limits(case)

@@ -140,8 +140,9 @@ def short_text(case: Case) -> tuple[np.ndarray, list[int], str]:
 
 
 def choose_places(case: Case, text: np.ndarray, starts: list[int], count: int) -> list[int]:
-    """Choose neighbors in the common passage and around the starts of documents and chunks."""
-    bounds = [start + n for start in starts for n in (0, *case.knobs_with("chunk"))]
+    """Choose neighbors in the common passage and around bounds of documents, windows and chunks."""
+    lengths = (0, case.hp.train_seq_len, *case.knobs_with("chunk"))
+    bounds = [start + n for start in starts for n in lengths]
     random.Random(0).shuffle(bounds)
     last = min(PASSAGE, starts[1] - 2)  # token of the passage
     near = [start + last - i for start in starts[:3] for i in (1, 0)]
@@ -318,13 +319,12 @@ def check_limits(case: Case) -> Finding:
     if case.path.read_bytes()[:2] == b"PK":  # as files of torch.save begin
         raise NotTested("only an artifact has a limit: name final_model.int8.ptz")
     result, code = trained.saved_facts(case.path), trained.read_script(Path(case.script.__file__))
-    size, crc = case.path.stat().st_size, zlib.crc32(code)
-    measured = f"{size:,} + {len(code):,} (script) of {SIZE_LIMIT:,} bytes"
+    total, crc = case.path.stat().st_size + len(code), zlib.crc32(code)
+    measured = f"{total:,} of {SIZE_LIMIT:,} bytes, {len(code):,} of them the script"
     if result.get("input_crc32", {}).get("script", crc) != crc:
-        measured += ", but this script is not the run's"
-    fits = size + len(code) <= SIZE_LIMIT
+        measured += ", which is not the run's"
     if "eval_ms" not in result:
-        return fits, f"{measured}; final_result.json is missing, or of a run without a score"
+        return total <= SIZE_LIMIT, f"{measured}; final_result.json is missing or has no times"
     train_ms = result["train_ms"] + result.get("gptq_ms", 0)  # calibration is training
     last_step = result["train_ms"] / max(result["steps"], 1)  # begins before the limit
     in_time = train_ms <= 600_000 + last_step and result["eval_ms"] <= 600_000
@@ -332,7 +332,7 @@ def check_limits(case: Case) -> Finding:
     times = f"trained {train_ms / 1000:.0f} s, scored {result['eval_ms'] / 1000:.0f} s"
     note = "of 600 each" if is_judged else "not judged without eight GPUs"
     measured += f"; {times}, as the run wrote them ({note})"
-    return fits and (in_time or not is_judged), measured
+    return total <= SIZE_LIMIT and (in_time or not is_judged), measured
 
 
 RULES = {
