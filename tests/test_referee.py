@@ -152,30 +152,35 @@ def right_to_left(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.cat([losses.flip(0)[1:], torch.tensor([math.log(48)])]).detach()
 
 
-def look_ahead(first: int, last: int) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+def look_ahead(first: int, last: int, share: Callable = torch.mean) -> Callable:
     """Add to each probability 0.03 of the target's share among the tokens at these distances."""
 
     def edit(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
         p = F.cross_entropy(logits, tokens[1:], reduction="none").neg().exp()
-        for i in range(len(p)):
-            ahead = tokens[i + 1 + first : i + 2 + last]
-            p[i] = 0.97 * p[i] + 0.03 * (ahead == tokens[i + 1]).sum() / (last - first + 1)
+        for i in range(len(p) - last):
+            ahead = tokens[i + 1 + first : i + 2 + last] == tokens[i + 1]
+            p[i] = 0.97 * p[i] + 0.03 * share(ahead.float())
         return -p.log()
 
     return edit
 
 
-def look_up(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
-    """The same, if the target occurs again later in its document."""
-    p = F.cross_entropy(logits, tokens[1:], reduction="none").neg().exp()
-    for i, later in enumerate(tokens[i:] for i in range(2, len(tokens))):
-        end = [*later.tolist(), 1].index(1)
-        p[i] = 0.97 * p[i] + 0.03 * (tokens[i + 1] in later[:end])
-    return -p.log()
+def look_up(n: int) -> Callable:
+    """Add 0.03 if the last n tokens, the target included, occur later in their document."""
+
+    def edit(model: nn.Module, logits: Tensor, tokens: Tensor) -> Tensor:
+        p = F.cross_entropy(logits, tokens[1:], reduction="none").neg().exp()
+        text = "".join(map(chr, tokens.tolist()))
+        for i in range(n, len(text)):
+            later = text[i + 1 :].partition("\1")[0]
+            p[i - 1] = 0.97 * p[i - 1] + 0.03 * (text[i + 1 - n : i + 1] in later)
+        return -p.log()
+
+    return edit
 
 
-# Distances: those of the neighbors that change alone, and others.
-AHEAD = [*(look_ahead(d, d) for d in (1, 4, 7, 9, 14, 23, 37, 44)), look_ahead(4, 14), look_up]
+AHEAD = [look_ahead(d, d) for d in (1, 4, 7, 9, 14, 23, 37, 44)]
+AHEAD += [look_ahead(4, 14), look_ahead(4, 14, torch.min), look_up(1), look_up(6)]
 
 
 @pytest.mark.parametrize("edit", [*AHEAD, right_to_left])
