@@ -281,7 +281,7 @@ def finished_pairs(folder: Path, *results: tuple, bpb=(0.5, 0.5)) -> experiment.
     sides = [experiment.Side(name, train_gpt, [], {}, hp, folder / name) for name in ("old", "new")]
     pairs = []
     for seed, losses in enumerate(results, start=1):
-        pairs.append(tuple(experiment.Run(side, seed) for side in sides))
+        pairs.append(tuple(experiment.Job(side, seed) for side in sides))
         for run, loss, ratio in zip(pairs[-1], losses, bpb, strict=False):
             facts = {"val_loss": loss, "val_bpb": loss and loss * ratio, "train_ms": 1, "steps": 1}
             run.folder.mkdir(parents=True)

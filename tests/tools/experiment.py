@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 import anytime
 import ledger
 import torch
-from jobs import Run, Side, train
+from jobs import Job, Side, train
 from logs import list_texts, read_run, read_script
 from trained import OWN, SCRIPT, check_picture, existing_file, files, load_script
 
@@ -178,7 +178,7 @@ class Experiment:
     """Pairs of runs, baseline and candidate. row: the experiment's row in the ledger."""
 
     args: Namespace
-    pairs: list[tuple[Run, Run]]
+    pairs: list[tuple[Job, Job]]
     row: dict[str, str]
     unit: str = "nats"
     gains: list[float] = field(default_factory=list)  # one for each of the first pairs
@@ -215,7 +215,7 @@ class Experiment:
             raise ValueError(f"{problem}. If it acts with other seeds, list them: --seeds")
         return True
 
-    def gain(self, pair: tuple[Run, Run]) -> float:
+    def gain(self, pair: tuple[Job, Job]) -> float:
         baseline, candidate = (run.result()[anytime.SCORES[self.unit]] for run in pair)
         return baseline - candidate
 
@@ -246,7 +246,7 @@ class Experiment:
     def evidence(self, seeds: list[int]) -> float:
         """Evidence of all finished pairs with these seeds, each counted once."""
         old, new = (run.side for run in self.pairs[0])
-        pairs = [(Run(old, seed), Run(new, seed)) for seed in dict.fromkeys(seeds)]
+        pairs = [(Job(old, seed), Job(new, seed)) for seed in dict.fromkeys(seeds)]
         # The folder of an old run may be gone.
         gains = [self.gain(pair) for pair in pairs if all(run.result() for run in pair)]
         return anytime.evidence(gains, self.args.by)
@@ -393,7 +393,7 @@ def prepare(args: Namespace) -> Experiment:
     row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
     args.started = time.monotonic()  # of the training
     args.deadline = args.started + 60 * args.minutes
-    return Experiment(args, [(Run(baseline, seed), Run(candidate, seed)) for seed in seeds], row)
+    return Experiment(args, [(Job(baseline, seed), Job(candidate, seed)) for seed in seeds], row)
 
 
 def parse(arguments: list[str]) -> Namespace:
