@@ -18,6 +18,8 @@ from scipy import optimize, special, stats
 
 ALPHA = 0.05  # probability that a limit of the interval is ever wrong
 SCORES = {"nats": "val_loss", "bits per byte": "val_bpb"}  # figures of a run by unit
+# Exit codes of a verdict, in experiment.py and compare_runs.py; 2: an error, so no verdict.
+EXIT_CODES = {"better": 0, "worse": 1, "not better": 1, "not yet": 1}
 EFFECTS = np.array([0.5, 1, 2, 4, 8, 16])  # true gains to look for, in standard deviations
 
 
@@ -70,6 +72,18 @@ def verdict(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> st
     if len(gains) > 1 and (fmean(gains) <= by or high <= by):
         return "not better"
     return "not yet"
+
+
+def welch(
+    baseline: Sequence[float], candidate: Sequence[float], by: float, alpha: float
+) -> tuple[str, float, tuple[float, float]]:
+    """Run Welch's t-test of losses without pairs, whose number was chosen before. Returns the
+    verdict, p for a gain of at most `by`, and the 95 % confidence interval of the gain."""
+    moved = [loss + by for loss in candidate]
+    p = stats.ttest_ind(baseline, moved, equal_var=False, alternative="greater").pvalue
+    low, high = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval()
+    word = "better" if p < alpha else "worse" if high < min(0, by) else "not better"
+    return word, p, (low, high)
 
 
 def describe(gains: Sequence[float], unit: str, by: float = 0.0, alpha: float = ALPHA) -> str:
