@@ -44,8 +44,17 @@ def quantile(n: int, alpha: float = ALPHA) -> float:
     return optimize.brentq(lambda t: evidence_of_t(t, n) - 1 / alpha, 0, 1e9)
 
 
+def gain(baseline: float, candidate: float) -> float | None:
+    """Gain of a pair with these losses, inf if a run diverged; -inf if only the candidate did. None
+    if the baseline did: the pair does not count, whatever the candidate did."""
+    return None if baseline == math.inf else baseline - candidate
+
+
 def evidence(gains: Sequence[float], by: float = 0.0) -> float:
-    """Evidence that the true gain is above `by`. 1 if all gains are equal, which says nothing."""
+    """Evidence that the true gain is above `by`. 1 if all gains are equal, which says nothing; 0
+    for ever if one is -inf."""
+    if -math.inf in gains:
+        return 0.0
     if len({*gains}) < 2:
         return 1.0
     return evidence_of_t((fmean(gains) - by) / stdev(gains) * math.sqrt(len(gains)), len(gains))
@@ -53,6 +62,8 @@ def evidence(gains: Sequence[float], by: float = 0.0) -> float:
 
 def interval(gains: Sequence[float], alpha: float = ALPHA) -> tuple[float, float]:
     """Limits of the true gain. Each is ever wrong with probability alpha, over all looks."""
+    if -math.inf in gains:
+        return -math.inf, -math.inf
     if len({*gains}) < 2:
         return -math.inf, math.inf
     half = quantile(len(gains), alpha) * stdev(gains) / math.sqrt(len(gains))

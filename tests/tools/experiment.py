@@ -44,7 +44,7 @@ QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
 # A hook of git has these variables, and they may name another repository.
 HOOK = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
-PIECE = 2**18  # bytes; 16 of these tell data files apart
+SECRET = {"KEY", "TOKEN", "SECRET", "PASSWORD"}  # words in the names of variables
 
 
 # ---- the two sides -------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def read_source(path: Path) -> bytes:
 
 
 def read_sources(args: Namespace) -> tuple[list[bytes], str]:
-    """Return the scripts of both sides, and the change: the knobs, or the first line of an edit."""
+    """Return the scripts of both sides, and the first changed line of an edit."""
     candidate = baseline = read_source(args.script)
     if args.base:
         baseline = read_source(args.base)
@@ -85,11 +85,13 @@ def read_sources(args: Namespace) -> tuple[list[bytes], str]:
             advice = "name an unedited copy with --base FILE, or work in a clone"
             raise ValueError(f"no committed {name} to compare with: {problem}: {advice}")
     texts = [importlib.util.decode_source(source).splitlines() for source in (baseline, candidate)]
-    diff = difflib.unified_diff(*texts, n=0)
-    lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s#]", line)]
-    more = f" (lines changed: {len(lines)})" if len(lines) > 1 else ""
-    change = " ".join(args.set) or min(lines, default="") + more  # "+" is before "-"
-    return [baseline, candidate], change
+    diff = "\n".join(difflib.unified_diff(*texts, n=0, lineterm=""))
+    places = [re.findall(r"(?m)^[+-][ \t]*[^+\-\s#].*", part) for part in re.split("(?m)^@@", diff)]
+    number = sum(map(len, places))
+    more = f" (lines changed: {number})" if number > 1 else ""
+    # Of the first place that changed, the line that replaces others: "+" is before "-".
+    first = min(next(filter(None, places), [""]), key=lambda line: line[:1])
+    return [baseline, candidate], " ".join(first.split()) + more
 
 
 def load_alone(path: Path) -> ModuleType:
@@ -131,14 +133,16 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
     return Side(name, script, command, environ, hp, args.out, variables, facts)
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """Size and checksum of a file; of a large file, that of pieces spread over it."""
-    size, crc = path.stat().st_size, 0
-    with open(path, "rb") as file:
-        for place in range(0, size, max(PIECE, size // 16)):
-            file.seek(place)
-            crc = zlib.crc32(file.read(PIECE), crc)
-    return size, crc
+def checksum(path: Path, known: dict[str, list[int]]) -> tuple[int, int]:
+    """Size and checksum of a file. known: what data.json has of files that need not be read."""
+    stat, name, crc = path.stat(), str(path.resolve()), 0
+    state = [stat.st_size, stat.st_ino, stat.st_ctime_ns]
+    if known.get(name, [])[:3] != state:
+        with open(path, "rb") as file:
+            while part := file.read(2**20):
+                crc = zlib.crc32(part, crc)
+        known[name] = [*state, crc]
+    return stat.st_size, known[name][3]
 
 
 def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace) -> Side:
@@ -148,7 +152,12 @@ def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace)
     side = load_side(name, path, own, args)
     side.script.prepare_demo(side.hp, Namespace(log=str))
     paths = [*sorted(Path(side.hp.data_path).glob("*.bin")), Path(side.hp.tokenizer_path)]
-    data = {path.name: checksum(path) for path in paths if path.is_file()}
+    store = args.out / "data.json"
+    known = files.read_json(store) if store.exists() else {}
+    data = {path.name: checksum(path, known) for path in paths if path.is_file()}
+    if args.ledger.exists() and not store.exists() and max(data.values())[0] > 2**22:
+        print("runs of older versions are trained again: now all bytes of the data count")
+    files.write_json(store, known)
     num_gpus = 0 if side.hp.device == "cpu" else torch.cuda.device_count()
     if not args.launch:  # that may start the run on another machine
         side.device = "cuda" if num_gpus else "cpu"
@@ -187,47 +196,46 @@ class Experiment:
         """Judge the pairs that have finished since the last call."""
         for pair in self.pairs[len(self.gains) :]:
             baseline, candidate = results = [run.result() for run in pair]
+            if baseline and baseline["val_loss"] == math.inf:
+                print(f"WARNING: {pair[0]} diverged: its pair does not count")
+                self.pairs.remove(pair)
+                continue
             if None in results:
                 return time.monotonic() > self.args.deadline
-            for first, run in zip(self.pairs[0], pair, strict=True):
-                if first is not run and first.result()["val_loss"] == run.result()["val_loss"]:
-                    same = f"seeds {first.seed} and {run.seed} end with the same loss"
-                    raise ValueError(f"{run.side.name}: {same}: let the script use hp.seed")
-            per_nat = [result["val_bpb"] / result["val_loss"] for result in results]
-            # Nats per token cannot be compared between tokenizers.
-            self.unit = "nats" if math.isclose(*per_nat, rel_tol=1e-6) else "bits per byte"
+            if candidate["val_loss"] < math.inf:
+                self.check(pair)
             self.gains.append(self.gain(pair))
-            if len(self.gains) == 1:
-                logs = [path for run in pair for path in run.folder.glob("logs/*.txt")]
-                texts = list_texts([*map(read_run, logs)])
-                if texts:
-                    raise ValueError(f"the sides are scored on different texts, of {texts}")
             self.judge()
             print(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}")
-            is_new = pair[0].process or pair[1].process
-            if len(self.gains) == 1 and is_new and self.args.minutes < math.inf:
-                self.show_forecast()
-            is_sure = self.row["verdict"] != "not yet" or self.gains == [0, 0]
-            if is_sure and not self.args.seeds:
+            word = anytime.verdict(self.gains, self.args.by, self.args.alpha)
+            is_sure = word != "not yet" or self.gains == [0, 0]
+            if (is_sure and not self.args.seeds) or self.gains[-1] == -math.inf:
                 break
+        if not self.pairs:
+            raise ValueError("the baseline diverged with all seeds: set lower learning rates")
         if not any(self.gains):
             problem = "the change does nothing: both sides of all pairs end with the same loss"
             raise ValueError(f"{problem}. If it acts with other seeds, list them: --seeds")
         return True
 
-    def gain(self, pair: tuple[Job, Job]) -> float:
-        baseline, candidate = (run.result()[anytime.SCORES[self.unit]] for run in pair)
-        return baseline - candidate
+    def check(self, pair: tuple[Job, Job]) -> None:
+        """Choose the unit. Raises ValueError if the seed changes nothing, or the texts differ."""
+        for first, run in zip(self.pairs[0], pair, strict=True):
+            if first is not run and first.result()["val_loss"] == run.result()["val_loss"]:
+                same = f"seeds {first.seed} and {run.seed} end with the same loss"
+                raise ValueError(f"{run.side.name}: {same}: let the script use hp.seed")
+        per_nat = [run.result()["val_bpb"] / run.result()["val_loss"] for run in pair]
+        # Nats per token cannot be compared between tokenizers.
+        self.unit = "nats" if math.isclose(*per_nat, rel_tol=1e-6) else "bits per byte"
+        if not self.gains:
+            logs = [path for run in pair for path in run.folder.glob("logs/*.txt")]
+            texts = list_texts([*map(read_run, logs)])
+            if texts:
+                raise ValueError(f"the sides are scored on different texts, of {texts}")
 
-    def show_forecast(self) -> None:
-        """Say after the first pair whether three pairs fit into --minutes."""
-        runs, jobs = [run for pair in self.pairs[:3] for run in pair], self.args.jobs
-        trained = sum(run.process is not None and run.result() is not None for run in runs)
-        missing = sum(run.result() is None for run in runs)
-        rounds = 1 + math.ceil(missing / jobs) / math.ceil(trained / jobs)
-        minutes, limit = (time.monotonic() - self.args.started) / 60 * rounds, self.args.minutes
-        fits = f"{'within' if minutes <= limit else 'MORE THAN'} --minutes {limit:g}"
-        print(f"three pairs, the fewest for a gain: about {minutes:.1f} minutes, {fits}")
+    def gain(self, pair: tuple[Job, Job]) -> float | None:
+        """Gain of a finished pair. None if it does not count."""
+        return anytime.gain(*(run.result()[anytime.SCORES[self.unit]] for run in pair))
 
     def judge(self) -> None:
         """Write the verdict to the ledger, once a pair has a gain other than 0."""
@@ -240,16 +248,20 @@ class Experiment:
         if judged := self.pairs[: len(self.gains)]:
             row["ms_per_step"] = f"{fmean(b.result()['ms_per_step'] for _, b in judged):.2f}"
             row["seeds"] = " ".join(str(run.seed) for run, _ in judged)
+            row["first_seed"] = str(judged[0][0].seed)  # that of an earlier pair may not count
             if any(self.gains):
                 ledger.update(args.ledger, row, self.evidence)
 
-    def evidence(self, seeds: list[int]) -> float:
-        """Evidence of all finished pairs with these seeds, each counted once."""
+    def gains_of(self, seeds: list[int]) -> dict[int, float]:
+        """Gains of all finished pairs with these seeds."""
         old, new = (run.side for run in self.pairs[0])
-        pairs = [(Job(old, seed), Job(new, seed)) for seed in dict.fromkeys(seeds)]
+        pairs = [(Job(old, seed), Job(new, seed)) for seed in seeds]
         # The folder of an old run may be gone.
-        gains = [self.gain(pair) for pair in pairs if all(run.result() for run in pair)]
-        return anytime.evidence(gains, self.args.by)
+        gains = {a.seed: self.gain((a, b)) for a, b in pairs if a.result() and b.result()}
+        return {seed: gain for seed, gain in gains.items() if gain is not None}
+
+    def evidence(self, seeds: list[int]) -> float:
+        return anytime.evidence([*self.gains_of(seeds).values()], self.args.by)
 
     def __str__(self) -> str:
         return anytime.describe(self.gains, self.unit, self.args.by, self.args.alpha)
@@ -262,6 +274,14 @@ class Experiment:
             print("--minutes are over: the same command continues from here")
         evidence = anytime.describe_evidence(self.gains, args.by, args.alpha)
         print(f"\ngain: {self}\nrule: evidence of pairs, level {args.alpha:g}: {evidence}")
+        tried = self.gains_of(ledger.seeds_of([row])) if self.gains else {}
+        diverged = [str(seed) for seed, gain in tried.items() if gain == -math.inf]
+        if diverged:
+            print(f"worse: diverged at seed {', '.join(diverged)}")
+        steps = [run.result()["steps"] for pair in self.pairs[: len(self.gains)] for run in pair]
+        if not diverged and min(steps, default=20) < 20:
+            problem = f"runs of {min(steps)} steps say little about longer ones"
+            print(f"WARNING: {problem}: set ITERATIONS to 20 or more")
         for knob in ("ITERATIONS", "TRAIN_BATCH_TOKENS", "MAX_WALLCLOCK_SECONDS"):
             old, new = (getattr(run.side.hp, knob.lower(), 0) for run in self.pairs[0])
             if old != new:
@@ -280,7 +300,7 @@ class Experiment:
         names = ("unit", "pairs", "gain", "low", "high", "evidence", "verdict")
         words = [f"{name}:{last[name].replace(' ', '_')}" for name in names]
         print(f"experiment {' '.join(words)}")
-        return int(row["verdict"] != "better")
+        return anytime.EXIT_CODES[row["verdict"]]
 
     def show_claims(self) -> None:
         """Count the changes in the ledger. Say what evidence a winner needs, and how to get it."""
@@ -329,8 +349,8 @@ def lock_folder(args: Namespace) -> None:
     ValueError if the folder has a user's files of our names."""
     lock, data = args.out / "lock", args.out / "data"
     if not (lock.is_file() and lock.stat().st_size == 0):  # it is not a folder of experiments
-        for path in (lock, data, args.ledger, args.out / "baseline.py", args.out / "candidate.py"):
-            if os.path.lexists(path):
+        for name in ("lock", "data", "data.json", "ledger.tsv", "baseline.py", "candidate.py"):
+            if os.path.lexists(path := args.out / name):
                 raise ValueError(f"{path} is not a file of experiment.py: set another --out")
     args.out.mkdir(parents=True, exist_ok=True)
     args.lock = open(lock, "w")
@@ -368,9 +388,16 @@ def choose_seeds(args: Namespace, sides: dict[str, str]) -> list[int]:
     return list(dict.fromkeys([*own, *fresh]))[: args.until_sure]
 
 
+def without_secret(word: str, knobs: set[str]) -> str:
+    """NAME=..., if this word is NAME=VALUE, the name that of a secret, and no knob."""
+    name, sign, _ = word.partition("=")
+    is_secret = sign and name not in knobs and SECRET & {*name.upper().split("_")}
+    return f"{name}=..." if is_secret else word
+
+
 def prepare(args: Namespace) -> Experiment:
     """Check everything that can be checked before training, and choose the seeds."""
-    sources, change = read_sources(args)
+    sources, edit = read_sources(args)
     # An error in a knob is shown even if another experiment runs.
     load_side("candidate", args.script, args.own, args)
     lock_folder(args)
@@ -381,18 +408,22 @@ def prepare(args: Namespace) -> Experiment:
         problem = f"nothing to compare: edit {args.script}, or --set another value"
         raise ValueError(f"{problem}. If you committed the edit: {old}")
     check_scores(baseline, candidate)
-    given = [f"{k}={shlex.quote(os.environ[k])}" for k in baseline.variables if k in os.environ]
-    args.command = " ".join([*given, args.command])
+    knobs = {name.upper() for side in (baseline, candidate) for name in asdict(side.hp)}
+    change = " ".join(without_secret(word, knobs) for word in args.set) or edit
+    variables = dict.fromkeys([*baseline.variables, *candidate.variables])
+    given = [f"{k}={shlex.quote(os.environ[k])}" for k in variables if k in os.environ]
+    words = [shlex.join(without_secret(word, knobs) for word in args.words)]
+    args.command = " ".join([*(without_secret(word, knobs) for word in given), *words])
     print(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}")
     sides = {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
     seeds = choose_seeds(args, sides)
     print(f"seeds: {' '.join(map(str, seeds))}. Runs at a time: {args.jobs}")
     commit = git(args.script, "rev-parse", "--short", "HEAD")[0].decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
-    row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in baseline.variables)
+    given = [f"{k}={baseline.environ[k]}" for k in variables if k in baseline.environ]
+    row["knobs"] = " ".join(without_secret(word, knobs) for word in given)
     row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
-    args.started = time.monotonic()  # of the training
-    args.deadline = args.started + 60 * args.minutes
+    args.deadline = time.monotonic() + 60 * args.minutes
     return Experiment(args, [(Job(baseline, seed), Job(candidate, seed)) for seed in seeds], row)
 
 
@@ -418,11 +449,13 @@ def parse(arguments: list[str]) -> Namespace:
         if word.find("=") < 1:
             parser.error(f"--set {word}: write KNOB=VALUE")
     args.own = dict(word.split("=", 1) for word in args.set)
+    if len(args.own) < len(args.set):
+        parser.error(f"--set {' '.join(args.set)}: name each knob once")
     for name in ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME"):
         if name in os.environ or name in args.own:
             parser.error(f"{name} is set for each run: unset it, and use --seeds and --out")
     check_picture(parser, args.picture, [args.script, *filter(None, [args.base])])
-    args.command = shlex.join(["python", os.path.relpath(__file__), *arguments])
+    args.words = ["python", os.path.relpath(__file__), *arguments]
     args.environ, args.ledger = dict(os.environ), args.out / "ledger.tsv"
     return args
 

@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from logs import read_run
 from trained import files
 
 
@@ -46,14 +48,18 @@ class Job:
         return self.side.folder / str(self.seed)
 
     def result(self) -> dict[str, Any] | None:
-        """Return final_result.json with ms_per_step, or None without a finite score so far. Raises
-        ValueError if the file is damaged, or its run had another device."""
+        """Return final_result.json with ms_per_step; losses of inf if the run diverged; None if it
+        has not finished. Raises ValueError if the file is damaged, or its run had another device.
+        """
+        if self.process and self.process.returncode is None:
+            return None
         path = self.folder / "final_result.json"
         facts = files.read_json(path) if path.is_file() else {}
-        is_over = self.process is None or self.process.returncode == 0
         try:
             loss = facts.get("val_loss")  # null if it was not finite
-            if not is_over or loss is None or not math.isfinite(min(loss, facts["val_bpb"])):
+            if loss is None or not math.isfinite(min(loss, facts["val_bpb"])):
+                return self.divergence()
+            if self.process and self.process.returncode != 0:
                 return None
             facts["ms_per_step"] = facts["train_ms"] / max(facts["steps"], 1)
         except (AttributeError, KeyError, TypeError) as error:
@@ -62,6 +68,25 @@ class Job:
         if {device, self.side.device} == {"cpu", "cuda"}:
             raise ValueError(f"{path} is of a run on {device}: delete it, or set another --out")
         return facts
+
+    def divergence(self) -> dict[str, Any] | None:
+        """Return a result with losses of inf if the last loss in the log is not finite. A run with
+        a checkpoint is resumed: with fp16, the loss of a skipped step says nothing."""
+        if self.process is None and (self.folder / "checkpoints").is_dir():
+            return None
+        with suppress(OSError):  # there is no log
+            run = read_run(self.folder / "logs" / f"seed-{self.seed}.txt")
+            steps = max([*run.train, *run.val], default=0)
+            losses = [run.train.get(steps, 0.0), run.val.get(steps, 0.0)]
+            if not math.isfinite(sum([*losses, run.figures.get("val_loss", 0.0)])):
+                ms = run.figures.get("ms_per_step", math.nan)
+                return {
+                    "val_loss": math.inf,
+                    "val_bpb": math.inf,
+                    "steps": steps,
+                    "ms_per_step": ms,
+                }
+        return None
 
 
 def start(job: Job, running: list[Job], gpus: list[str]) -> None:
@@ -102,6 +127,8 @@ def train(jobs: list[Job], at_a_time: int, gpus: list[str], is_enough: Callable[
                     raise ValueError(f"{job} failed with exit code {code}. {output}:\n{end}")
                 shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
                 score = f"val_loss {result['val_loss']:.4f}, val_bpb {result['val_bpb']:.4f}"
+                if result["val_loss"] == math.inf:
+                    score = "diverged, so its loss is inf"
                 print(f"{job}: {score}, {result['steps']} steps of {result['ms_per_step']:.1f} ms")
     finally:  # each run ends its step and writes a checkpoint
         for job in running:

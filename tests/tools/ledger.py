@@ -54,9 +54,11 @@ def update(path: Path, row: dict, evidence: Callable[[list[int]], float]) -> Non
     # The first `pairs` seeds are those of the gain; then come others that the row has had.
     row["seeds"] = " ".join(map(str, dict.fromkeys(seeds_of([row, *same]))))
     seeds = [*dict.fromkeys(seeds_of([*change, row]))]
-    found = f"{evidence(seeds):.3g}"
+    found = evidence(seeds)
     for each in (row, *change):
-        each |= {"evidence": found, "evidence_seeds": " ".join(map(str, seeds))}
+        each |= {"evidence": f"{found:.3g}", "evidence_seeds": " ".join(map(str, seeds))}
+        if found == 0:  # it diverged with one of these seeds
+            each["verdict"] = "worse"
     write(path, [*(old for old in rows if old not in same), row])
 
 
