@@ -19,6 +19,26 @@ def test_looks_after_each_pair_call_few_useless_changes_better(alpha):
     assert (t > stats.t.isf(0.01, n - 1)).any(axis=1).mean() > 0.05
 
 
+def test_runs_that_diverge_make_no_useless_change_better_and_some_worse():
+    """3,000 experiments of 16 pairs, without a gain. One run in 20 diverges, on both sides alike.
+    The share of worse is that of tests/figures/divergence.py."""
+    random = np.random.default_rng(0)
+    losses = random.standard_normal((3000, 16, 2))
+    losses[random.random(losses.shape) < 0.05] = math.inf
+    words = []
+    for pairs in losses:
+        gains, word = [], "not yet"
+        for baseline, candidate in pairs[pairs[:, 0] < math.inf]:
+            gains.append(baseline - candidate)
+            word = verdict(gains)
+            if word != "not yet":
+                break
+        words.append(word)
+        assert evidence(gains) >= 20 if word == "better" else evidence(gains) < 20
+    assert 0.01 < words.count("better") / 3000 <= 0.05
+    assert words.count("worse") / 3000 == pytest.approx(0.22, abs=0.02)
+
+
 @pytest.mark.parametrize("n, t", [(2, -3), (3, 25), (6, 1), (30, 15)])
 def test_the_evidence_is_a_ratio_of_densities(n, t):
     gains = np.linspace(-1, 1, n)

@@ -4,8 +4,8 @@ A gain is the baseline's loss minus the candidate's, in two runs with the same s
 0.01, repeated after each of 2 to 30 pairs, calls 7 % of useless changes better. The evidence here
 is a test martingale: at most 5 % of them ever reach 20, and 1 % reach 100 (Ville, 1939). It assumes
 that gains are roughly normal, without rare disasters: a useless change that gains 1 in nine of ten
-pairs and loses 9 in the tenth, as if it sometimes diverged, reaches 20 in two thirds of simulated
-experiments of 16 pairs; a picture of more pairs shows it. Needs pip install scipy."""
+pairs and loses 9 in the tenth reaches 20 in two thirds of simulated experiments of 16 pairs; a
+picture of more pairs shows it. A run that diverges is worth -inf. Needs pip install scipy."""
 
 import math
 from collections.abc import Sequence
@@ -44,15 +44,9 @@ def quantile(n: int, alpha: float = ALPHA) -> float:
     return optimize.brentq(lambda t: evidence_of_t(t, n) - 1 / alpha, 0, 1e9)
 
 
-def gain(baseline: float, candidate: float) -> float | None:
-    """Gain of a pair with these losses, inf if a run diverged; -inf if only the candidate did. None
-    if the baseline did: the pair does not count, whatever the candidate did."""
-    return None if baseline == math.inf else baseline - candidate
-
-
 def evidence(gains: Sequence[float], by: float = 0.0) -> float:
-    """Evidence that the true gain is above `by`. 1 if all gains are equal, which says nothing; 0
-    for ever if one is -inf."""
+    """Evidence that the true gain is above `by`. 0 if one is -inf: the candidate diverged. 1 if all
+    are equal, which says nothing."""
     if -math.inf in gains:
         return 0.0
     if len({*gains}) < 2:

@@ -38,7 +38,7 @@ import ledger
 import torch
 from jobs import Job, Side, train
 from logs import list_texts, read_run, read_script
-from trained import OWN, SCRIPT, check_picture, existing_file, files, load_script
+from trained import OWN, SCRIPT, existing_file, files, load_script
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
@@ -73,7 +73,7 @@ def read_source(path: Path) -> bytes:
 
 
 def read_sources(args: Namespace) -> tuple[list[bytes], str]:
-    """Return the scripts of both sides, and the first changed line of an edit."""
+    """Return the scripts of both sides, and the change: the knobs, or the first line of an edit."""
     candidate = baseline = read_source(args.script)
     if args.base:
         baseline = read_source(args.base)
@@ -91,7 +91,7 @@ def read_sources(args: Namespace) -> tuple[list[bytes], str]:
     more = f" (lines changed: {number})" if number > 1 else ""
     # Of the first place that changed, the line that replaces others: "+" is before "-".
     first = min(next(filter(None, places), [""]), key=lambda line: line[:1])
-    return [baseline, candidate], " ".join(first.split()) + more
+    return [baseline, candidate], " ".join(args.set) or " ".join(first.split()) + more
 
 
 def load_alone(path: Path) -> ModuleType:
@@ -127,21 +127,21 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
         record = "a knob of --script tests/records/train_record.py"
         near = difflib.get_close_matches(knob.upper(), known, n=1, cutoff=0.85) or [record]
         raise ValueError(f"{knob} is not a knob of the candidate: did you mean {near[0]}?")
-    variables = [k for k in environ if k in read or k in map(str.upper, asdict(hp))]
+    secret = {k: "..." for k in read if SECRET & {*k.upper().split("_")}}
+    for knob in own.keys() & secret.keys():
+        raise ValueError(f"--set {knob} would be in the ledger: set it in the environment")
+    variables = {k: environ[k] for k in environ if k in read or k in map(str.upper, asdict(hp))}
     facts = [importlib.util.decode_source(source), knobs, read]
     command = [*(shlex.split(args.launch) or [sys.executable]), str(path)]
-    return Side(name, script, command, environ, hp, args.out, variables, facts)
+    return Side(name, script, command, environ, hp, args.out, variables | secret, facts)
 
 
 def checksum(path: Path, known: dict[str, list[int]]) -> tuple[int, int]:
-    """Size and checksum of a file. known: what data.json has of files that need not be read."""
-    stat, name, crc = path.stat(), str(path.resolve()), 0
+    """Size and checksum of a file. known: those of files that did not change, by their path."""
+    stat, name = path.stat(), str(path.resolve())
     state = [stat.st_size, stat.st_ino, stat.st_ctime_ns]
     if known.get(name, [])[:3] != state:
-        with open(path, "rb") as file:
-            while part := file.read(2**20):
-                crc = zlib.crc32(part, crc)
-        known[name] = [*state, crc]
+        known[name] = [*state, zlib.crc32(path.read_bytes())]
     return stat.st_size, known[name][3]
 
 
@@ -155,18 +155,16 @@ def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace)
     store = args.out / "data.json"
     known = files.read_json(store) if store.exists() else {}
     data = {path.name: checksum(path, known) for path in paths if path.is_file()}
-    if args.ledger.exists() and not store.exists() and max(data.values())[0] > 2**22:
+    if args.ledger.exists() and not store.exists() and max(data.values(), default=(0,))[0] > 2**22:
         print("runs of older versions are trained again: now all bytes of the data count")
     files.write_json(store, known)
     num_gpus = 0 if side.hp.device == "cpu" else torch.cuda.device_count()
     if not args.launch:  # that may start the run on another machine
         side.device = "cuda" if num_gpus else "cpu"
-    # A CPU adds nothing, so that folders of older versions are found.
     gpus = sorted({torch.cuda.get_device_name(i) for i in range(num_gpus)})
     facts = [*side.facts, data, args.launch, torch.__version__, *gpus]
     side.folder = args.out / hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    for name in ("EVAL_STRIDE", "MAX_VAL_TOKENS"):
-        side.scored[name] = getattr(side.hp, name.lower(), 0)
+    side.scored = {k: getattr(side.hp, k.lower(), 0) for k in ("EVAL_STRIDE", "MAX_VAL_TOKENS")}
     side.scored["validation shards"] = [data[name] for name in data if "_val_" in name]
     side.scored["tokenizer"] = data.get(Path(side.hp.tokenizer_path).name)
     return side
@@ -228,14 +226,14 @@ class Experiment:
         # Nats per token cannot be compared between tokenizers.
         self.unit = "nats" if math.isclose(*per_nat, rel_tol=1e-6) else "bits per byte"
         if not self.gains:
-            logs = [path for run in pair for path in run.folder.glob("logs/*.txt")]
-            texts = list_texts([*map(read_run, logs)])
-            if texts:
+            logs = [read_run(path) for run in pair for path in run.folder.glob("logs/*.txt")]
+            if texts := list_texts(logs):
                 raise ValueError(f"the sides are scored on different texts, of {texts}")
 
-    def gain(self, pair: tuple[Job, Job]) -> float | None:
-        """Gain of a finished pair. None if it does not count."""
-        return anytime.gain(*(run.result()[anytime.SCORES[self.unit]] for run in pair))
+    def gain(self, pair: tuple[Job, Job]) -> float:
+        """Gain of a finished pair. -inf if the candidate diverged; inf or nan: the baseline did."""
+        baseline, candidate = (run.result()[anytime.SCORES[self.unit]] for run in pair)
+        return baseline - candidate
 
     def judge(self) -> None:
         """Write the verdict to the ledger, once a pair has a gain other than 0."""
@@ -250,18 +248,15 @@ class Experiment:
             row["seeds"] = " ".join(str(run.seed) for run, _ in judged)
             row["first_seed"] = str(judged[0][0].seed)  # that of an earlier pair may not count
             if any(self.gains):
-                ledger.update(args.ledger, row, self.evidence)
+                ledger.update(args.ledger, row, self.gains_of)
 
     def gains_of(self, seeds: list[int]) -> dict[int, float]:
-        """Gains of all finished pairs with these seeds."""
+        """Gains of all finished pairs with these seeds, each counted once."""
         old, new = (run.side for run in self.pairs[0])
         pairs = [(Job(old, seed), Job(new, seed)) for seed in seeds]
         # The folder of an old run may be gone.
         gains = {a.seed: self.gain((a, b)) for a, b in pairs if a.result() and b.result()}
-        return {seed: gain for seed, gain in gains.items() if gain is not None}
-
-    def evidence(self, seeds: list[int]) -> float:
-        return anytime.evidence([*self.gains_of(seeds).values()], self.args.by)
+        return {seed: gain for seed, gain in gains.items() if gain < math.inf}
 
     def __str__(self) -> str:
         return anytime.describe(self.gains, self.unit, self.args.by, self.args.alpha)
@@ -274,29 +269,27 @@ class Experiment:
             print("--minutes are over: the same command continues from here")
         evidence = anytime.describe_evidence(self.gains, args.by, args.alpha)
         print(f"\ngain: {self}\nrule: evidence of pairs, level {args.alpha:g}: {evidence}")
-        tried = self.gains_of(ledger.seeds_of([row])) if self.gains else {}
-        diverged = [str(seed) for seed, gain in tried.items() if gain == -math.inf]
-        if diverged:
-            print(f"worse: diverged at seed {', '.join(diverged)}")
         steps = [run.result()["steps"] for pair in self.pairs[: len(self.gains)] for run in pair]
-        if not diverged and min(steps, default=20) < 20:
-            problem = f"runs of {min(steps)} steps say little about longer ones"
-            print(f"WARNING: {problem}: set ITERATIONS to 20 or more")
+        if row.get("diverged"):
+            print(f"worse: diverged at seed {row['diverged']}")
+        elif min(steps, default=20) < 20:
+            print(f"WARNING: {min(steps)} steps say little about longer runs: train 20 or more")
         for knob in ("ITERATIONS", "TRAIN_BATCH_TOKENS", "MAX_WALLCLOCK_SECONDS"):
             old, new = (getattr(run.side.hp, knob.lower(), 0) for run in self.pairs[0])
             if old != new:
                 print(f"WARNING: the sides differ in {knob}: {old:g} and {new:g}")
         # Times can be compared if both runs of a pair were trained now.
         pairs = [(a, b) for a, b in self.pairs[: len(self.gains)] if a.process and b.process]
-        times = [(a.result()["ms_per_step"], b.result()["ms_per_step"]) for a, b in pairs]
+        times = [[run.result()["ms_per_step"] for run in pair] for pair in pairs]
         ratios = [new / old for old, new in times if old > 0]  # ITERATIONS may be 0
         if ratios:
             limits = f"({min(ratios):.3f} to {max(ratios):.3f})"
             print(f"time of a step: {fmean(ratios):.3f} times the baseline's {limits}")
         self.show_claims()
         if self.gains:
-            self.draw()
-        last = {**row, "evidence": f"{anytime.evidence(self.gains, args.by):.3g}"}
+            self.show_drawing()
+        found = 0 if row.get("diverged") else anytime.evidence(self.gains, args.by)
+        last = {**row, "evidence": f"{found:.3g}"}
         names = ("unit", "pairs", "gain", "low", "high", "evidence", "verdict")
         words = [f"{name}:{last[name].replace(' ', '_')}" for name in names]
         print(f"experiment {' '.join(words)}")
@@ -316,9 +309,9 @@ class Experiment:
         k = 1 + len(stand - {sides})
         needed = f"to stand among the changes tried, it needs {len(claims) / (0.1 * k):.3g}"
         print(f"evidence of all its seeds: {self.row['evidence']}; {needed}")
-        own = [row for row in rows if (row["baseline"], row["candidate"]) == sides]
+        keys = {(row["baseline"], row["candidate"], row["first_seed"]) for row in rows}
         advice = "luck helped to find this gain: measure it with fresh seeds"
-        if len({row["first_seed"] for row in own}) > 1:
+        if sum(key[:2] == sides for key in keys) > 1:
             advice = "more evidence, if you want it, with seeds that are fresh again"
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
         seeds = ledger.fresh_seeds(max(4, len(self.gains)), stored)
@@ -326,21 +319,14 @@ class Experiment:
         command += f" --seeds {' '.join(map(str, seeds))}"
         print(f"{advice}\n    {command}")
 
-    def draw(self) -> None:
-        """Draw the pairs into --picture, or print the command that does."""
-        words = [os.path.relpath(Path(__file__).with_name("compare_runs.py"))]
+    def show_drawing(self) -> None:
+        """Print the command that draws the pairs."""
+        words = ["python", os.path.relpath(Path(__file__).with_name("compare_runs.py"))]
         sides = zip(*self.pairs[: len(self.gains)], strict=True)
         for option, runs in zip(("--baseline", "--candidate"), sides, strict=True):
             words += [option, *(f"{run.folder}/logs/seed-{run.seed}.txt" for run in runs)]
         words += ["--by", f"{self.args.by:g}", "--alpha", f"{self.args.alpha:g}"]
-        words += ["--picture", str(self.args.picture or "pairs.png")]
-        if self.args.picture:
-            result = subprocess.run([sys.executable, *words], capture_output=True)
-            if b"\npicture: " not in result.stdout:
-                errors = result.stderr.decode(errors="replace").splitlines()
-                print("WARNING: no picture:", *errors[-1:])
-        else:
-            print(f"to draw the pairs:\n    {shlex.join(['python', *words])}")
+        print(f"to draw the pairs:\n    {shlex.join([*words, '--picture', 'pairs.png'])}")
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -388,16 +374,9 @@ def choose_seeds(args: Namespace, sides: dict[str, str]) -> list[int]:
     return list(dict.fromkeys([*own, *fresh]))[: args.until_sure]
 
 
-def without_secret(word: str, knobs: set[str]) -> str:
-    """NAME=..., if this word is NAME=VALUE, the name that of a secret, and no knob."""
-    name, sign, _ = word.partition("=")
-    is_secret = sign and name not in knobs and SECRET & {*name.upper().split("_")}
-    return f"{name}=..." if is_secret else word
-
-
 def prepare(args: Namespace) -> Experiment:
     """Check everything that can be checked before training, and choose the seeds."""
-    sources, edit = read_sources(args)
+    sources, change = read_sources(args)
     # An error in a knob is shown even if another experiment runs.
     load_side("candidate", args.script, args.own, args)
     lock_folder(args)
@@ -408,20 +387,16 @@ def prepare(args: Namespace) -> Experiment:
         problem = f"nothing to compare: edit {args.script}, or --set another value"
         raise ValueError(f"{problem}. If you committed the edit: {old}")
     check_scores(baseline, candidate)
-    knobs = {name.upper() for side in (baseline, candidate) for name in asdict(side.hp)}
-    change = " ".join(without_secret(word, knobs) for word in args.set) or edit
-    variables = dict.fromkeys([*baseline.variables, *candidate.variables])
-    given = [f"{k}={shlex.quote(os.environ[k])}" for k in variables if k in os.environ]
-    words = [shlex.join(without_secret(word, knobs) for word in args.words)]
-    args.command = " ".join([*(without_secret(word, knobs) for word in given), *words])
+    shown = {**candidate.variables, **baseline.variables}
+    given = [f"{k}={shlex.quote(v)}" for k, v in shown.items() if k in os.environ]
+    args.command = " ".join([*given, args.command])
     print(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}")
     sides = {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
     seeds = choose_seeds(args, sides)
     print(f"seeds: {' '.join(map(str, seeds))}. Runs at a time: {args.jobs}")
     commit = git(args.script, "rev-parse", "--short", "HEAD")[0].decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
-    given = [f"{k}={baseline.environ[k]}" for k in variables if k in baseline.environ]
-    row["knobs"] = " ".join(without_secret(word, knobs) for word in given)
+    row["knobs"] = " ".join(f"{k}={v}" for k, v in shown.items() if k in baseline.environ)
     row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
     args.deadline = time.monotonic() + 60 * args.minutes
     return Experiment(args, [(Job(baseline, seed), Job(candidate, seed)) for seed in seeds], row)
@@ -443,7 +418,6 @@ def parse(arguments: list[str]) -> Namespace:
     add("--jobs", type=number(int, 1), metavar="N", help="runs at a time (GPUs, or cores - 1)")
     add("--out", type=files.path, default=Path("out/experiments"), metavar="FOLDER")
     add("--minutes", type=number(float, 0), default=math.inf, metavar="N", help="then stop")
-    add("--picture", type=files.path, metavar="FILE", help="draw the pairs into an .svg or .png")
     args = parser.parse_args(arguments)
     for word in args.set:
         if word.find("=") < 1:
@@ -454,8 +428,7 @@ def parse(arguments: list[str]) -> Namespace:
     for name in ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME"):
         if name in os.environ or name in args.own:
             parser.error(f"{name} is set for each run: unset it, and use --seeds and --out")
-    check_picture(parser, args.picture, [args.script, *filter(None, [args.base])])
-    args.words = ["python", os.path.relpath(__file__), *arguments]
+    args.command = shlex.join(["python", os.path.relpath(__file__), *arguments])
     args.environ, args.ledger = dict(os.environ), args.out / "ledger.tsv"
     return args
 

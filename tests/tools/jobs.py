@@ -4,8 +4,7 @@ import math
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +24,7 @@ class Side:
     environ: dict[str, str]
     hp: Any  # Hyperparameters
     folder: Path
-    variables: Sequence[str] = ()  # those of environ that decide a run
+    variables: Mapping[str, str] = field(default_factory=dict)  # decide a run; secrets as "..."
     facts: Sequence[Any] = ()  # what decides a run's loss, apart from the data
     scored: dict[str, Any] = field(default_factory=dict)  # what decides which tokens are scored
     device: str = ""  # "cpu" or "cuda"; "": unknown
@@ -72,21 +71,17 @@ class Job:
     def divergence(self) -> dict[str, Any] | None:
         """Return a result with losses of inf if the last loss in the log is not finite. A run with
         a checkpoint is resumed: with fp16, the loss of a skipped step says nothing."""
-        if self.process is None and (self.folder / "checkpoints").is_dir():
+        is_resumed = self.process is None and (self.folder / "checkpoints").is_dir()
+        log = self.folder / "logs" / f"seed-{self.seed}.txt"
+        if is_resumed or not log.is_file():
             return None
-        with suppress(OSError):  # there is no log
-            run = read_run(self.folder / "logs" / f"seed-{self.seed}.txt")
-            steps = max([*run.train, *run.val], default=0)
-            losses = [run.train.get(steps, 0.0), run.val.get(steps, 0.0)]
-            if not math.isfinite(sum([*losses, run.figures.get("val_loss", 0.0)])):
-                ms = run.figures.get("ms_per_step", math.nan)
-                return {
-                    "val_loss": math.inf,
-                    "val_bpb": math.inf,
-                    "steps": steps,
-                    "ms_per_step": ms,
-                }
-        return None
+        run = read_run(log)
+        last = max([*run.train, *run.val], default=0)
+        losses = [run.train.get(last, 0), run.val.get(last, 0), run.figures.get("val_loss", 0)]
+        if math.isfinite(sum(losses)):
+            return None
+        facts = {"steps": last, "ms_per_step": math.nan} | run.figures
+        return facts | {"val_loss": math.inf, "val_bpb": math.inf}
 
 
 def start(job: Job, running: list[Job], gpus: list[str]) -> None:
