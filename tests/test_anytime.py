@@ -4,7 +4,17 @@ import math
 
 import numpy as np
 import pytest
-from anytime import EFFECTS, claims_that_stand, describe, evidence, interval, quantile, verdict
+from anytime import (
+    EFFECTS,
+    EXIT_CODES,
+    claims_that_stand,
+    describe,
+    evidence,
+    interval,
+    quantile,
+    verdict,
+    welch,
+)
 from scipy import stats
 
 
@@ -69,6 +79,20 @@ def test_verdicts(mean, by, word):
     low, high = interval(gains)
     assert high - mean == pytest.approx(mean - low) == pytest.approx(0.0023, abs=5e-5)
     assert verdict(gains, by) == word
+
+
+@pytest.mark.parametrize(
+    "gain, by, word",
+    [(0.01, 0.005, "better"), (0.0052, 0.005, "not better"), (0.0, 0, "not better"),
+     (-0.01, 0.005, "worse"), (-0.01, -0.02, "better"), (-0.01, -0.0099, "not better"),
+     (-0.01, -0.005, "worse"), (-0.0002, 0.005, "not better")],
+)  # fmt: skip
+def test_verdicts_of_welchs_test(gain, by, word):
+    """It never says "not yet", which would invite further seeds. Only "better" has exit code 0."""
+    baseline = np.array([3.5, 3.501, 3.502, 3.503])
+    found, _, (low, high) = welch(list(baseline), list(baseline - gain), by, alpha=0.01)
+    assert found == word and (EXIT_CODES[word] == 0) == (word == "better")
+    assert low + high == pytest.approx(2 * gain)
 
 
 def test_two_pairs_can_say_no_without_limits_but_not_yes():

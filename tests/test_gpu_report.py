@@ -41,7 +41,11 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
     assert run_here(tmp_path, knobs, PROGRAM, ["--tiny"]).returncode == 1
     rows = [gpu_report.HOW, "FAILED: ValueError: broken", "FAILED: it took too long", "7<br>2"]
     assert [*read_report(tmp_path).values()] == rows
-    assert "knobs: DEVICE=cpu ITERATIONS=30\n" in (tmp_path / "gpu_report.md").read_text()
+    report = (tmp_path / "gpu_report.md").read_text()
+    assert "knobs: DEVICE=cpu ITERATIONS=30\n" in report
+    result = run_here(tmp_path, knobs, PROGRAM, ["--tiny"])
+    assert result.returncode == 2 and "gpu_report.md exists: move it away" in result.stderr
+    assert (tmp_path / "gpu_report.md").read_text() == report
 
 
 @pytest.mark.baseline
