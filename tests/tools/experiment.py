@@ -243,12 +243,10 @@ class Experiment:
         row |= {"gain": f"{mean:.5f}", "low": f"{low:.5f}", "high": f"{high:.5f}"}
         row["verdict"] = anytime.verdict(self.gains, args.by, args.alpha)
         row |= {"unit": self.unit, "pairs": str(len(self.gains))}
-        if judged := self.pairs[: len(self.gains)]:
-            row["ms_per_step"] = f"{fmean(b.result()['ms_per_step'] for _, b in judged):.2f}"
-            row["seeds"] = " ".join(str(run.seed) for run, _ in judged)
-            row["first_seed"] = str(judged[0][0].seed)  # that of an earlier pair may not count
-            if any(self.gains):
-                ledger.update(args.ledger, row, self.gains_of)
+        if any(self.gains):
+            seeds = [str(run.seed) for run, _ in self.pairs[: len(self.gains)]]
+            row |= {"seeds": " ".join(seeds), "first_seed": seeds[0]}
+            ledger.update(args.ledger, row, self.gains_of)
 
     def gains_of(self, seeds: list[int]) -> dict[int, float]:
         """Gains of all finished pairs with these seeds, each counted once."""
@@ -291,8 +289,7 @@ class Experiment:
         found = 0 if row.get("diverged") else anytime.evidence(self.gains, args.by)
         last = {**row, "evidence": f"{found:.3g}"}
         names = ("unit", "pairs", "gain", "low", "high", "evidence", "verdict")
-        words = [f"{name}:{last[name].replace(' ', '_')}" for name in names]
-        print(f"experiment {' '.join(words)}")
+        print("experiment", *(f"{name}:{last[name].replace(' ', '_')}" for name in names))
         return anytime.EXIT_CODES[row["verdict"]]
 
     def show_claims(self) -> None:
@@ -316,8 +313,7 @@ class Experiment:
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
         seeds = ledger.fresh_seeds(max(4, len(self.gains)), stored)
         command = re.sub(r" --seeds( \d+)+", "", self.args.command)
-        command += f" --seeds {' '.join(map(str, seeds))}"
-        print(f"{advice}\n    {command}")
+        print(f"{advice}\n    {command} --seeds {' '.join(map(str, seeds))}")
 
     def show_drawing(self) -> None:
         """Print the command that draws the pairs."""
@@ -397,7 +393,7 @@ def prepare(args: Namespace) -> Experiment:
     commit = git(args.script, "rev-parse", "--short", "HEAD")[0].decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
     row["knobs"] = " ".join(f"{k}={v}" for k, v in shown.items() if k in baseline.environ)
-    row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
+    row |= {**sides, "by": f"{args.by:.10g}"}
     args.deadline = time.monotonic() + 60 * args.minutes
     return Experiment(args, [(Job(baseline, seed), Job(candidate, seed)) for seed in seeds], row)
 

@@ -55,11 +55,11 @@ def update(path: Path, row: dict, gains_of: Callable[[list[int]], dict[int, floa
     seeds = [*dict.fromkeys(seeds_of([*change, row]))]
     gains = gains_of(seeds)
     evidence = anytime.evidence([*gains.values()], float(row["by"]))
-    found = {"evidence": f"{evidence:.3g}", "evidence_seeds": " ".join(map(str, seeds))}
-    if diverged := [str(seed) for seed, gain in gains.items() if gain == -math.inf]:
-        found |= {"verdict": "worse", "diverged": " ".join(diverged)}
+    diverged = " ".join(str(seed) for seed, gain in gains.items() if gain == -math.inf)
+    found = {"evidence": f"{evidence:.3g}", "diverged": diverged}  # not the last: may be empty
+    found |= {"evidence_seeds": " ".join(map(str, seeds))}
     for each in (row, *change):
-        each |= found
+        each |= {**found, "verdict": "worse" if diverged else each["verdict"]}
     write(path, [*(old for old in rows if old not in same), row])
 
 
