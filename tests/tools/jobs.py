@@ -80,8 +80,8 @@ class Job:
         losses = [run.train.get(last, 0), run.val.get(last, 0), run.figures.get("val_loss", 0)]
         if math.isfinite(sum(losses)):
             return None
-        facts = {"steps": last, "ms_per_step": math.nan} | run.figures
-        return facts | {"val_loss": math.inf, "val_bpb": math.inf}
+        facts = {"ms_per_step": math.nan} | run.figures
+        return facts | {"steps": last, "val_loss": math.inf, "val_bpb": math.inf}
 
 
 def start(job: Job, running: list[Job], gpus: list[str]) -> None:
