@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import bench_step
 import gpu_report
 import pytest
-from runs import SCRIPT, run_here
+from runs import SCRIPT, failed, run_here
 
 import train_gpt
 
@@ -135,3 +135,9 @@ def test_flops_are_those_of_the_matrices(tied):
     vectors = sum(param.numel() for param in gpt.parameters() if param.ndim == 1) + 16
     flops = {"matrix products": 6 * (matrices + vectors), "attention": 6 * 4 * 8}
     assert bench_step.model_flops(gpt) == flops
+
+
+def test_a_vocabulary_that_does_not_fit_into_uint16_is_one_line(tmp_path):
+    bench = SimpleNamespace(main=lambda: train_gpt.leave(bench_step.main))
+    result = run_here(tmp_path, {"VOCAB_SIZE": "70000", "DEVICE": "cpu"}, bench)
+    assert "Traceback" not in failed(result, "VOCAB_SIZE=70000 is above 65536")

@@ -200,9 +200,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         hp = train_gpt.Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
         if hp.vocab_size > 2**16:
-            raise train_gpt.InputError(
-                f"VOCAB_SIZE={hp.vocab_size}: tokens are uint16: at most 65536"
-            )
+            problem = f"VOCAB_SIZE={hp.vocab_size} is above 65536, and tokens are uint16"
+            raise train_gpt.InputError(f"{problem}: lower it")
         tokens = np.random.default_rng(0).integers(hp.vocab_size, size=4_000_000, dtype="<u2")
         files.write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
         bench = bench_slots if args.slots else bench_step

@@ -87,8 +87,8 @@ def find_warnings(groups: list[Group]) -> list[str]:
     """List differences that make a comparison meaningless."""
     runs = [run for group in groups for run in group.finished]
     warnings, facts = [], SHARED_FACTS
-    if list_different(runs, "tokenizer"):  # then compare the bytes of the validation texts
-        facts = SHARED_FACTS[2:]
+    if any(list_different(runs, fact) for fact in ("tokenizer", "tokenizer_crc")):
+        facts = SHARED_FACTS[2:]  # compare the bytes of the validation texts
         if texts := list_texts(runs):
             warnings.append(f"the runs differ in validation text: {texts}")
     for fact in facts:
@@ -132,11 +132,11 @@ def find_obstacle(groups: list[Group]) -> str:
         if a.crc32 == b.crc32 or known[0] == known[1]:
             return f"{a.path} and {b.path} are one run, or the change does nothing"
     runs = sum((group.finished for group in groups), [])
+    if checksums := list_checksums(runs):
+        return f"SCORES OF DIFFERENT VALIDATION TEXTS (checksums {checksums})"
     for mark, name in (("stride", "STRIDES"), ("part", "PARTS OF THE TEXT")):
         if values := list_different(runs, mark):
             return f"SCORES OF DIFFERENT {name} ({values}): score the models again alike"
-    if checksums := list_checksums(runs):
-        return f"SCORES OF DIFFERENT VALIDATION TEXTS (checksums {checksums})"
     return ""
 
 
@@ -147,7 +147,8 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
     if obstacle := find_obstacle(groups):
         return 2, f"not tested: {obstacle}"
     sides = [group.finished for group in groups]
-    unit = common_unit(sum(sides, []), tolerance=1e-6)
+    few_digits = max(r.rounding("val_loss") + r.rounding("val_bpb") for r in sum(sides, []))
+    unit = common_unit(sum(sides, []), tolerance=1e-6 + few_digits)
     figure = anytime.SCORES[unit]
     rounding = sum(max(run.rounding(figure) for run in side) for side in sides)
     note = f"the logs' scores have few digits: a gain counts {rounding:.2g} less\n"
@@ -200,13 +201,10 @@ def format_table(groups: list[Group]) -> str:
 def format_report(groups: list[Group], verdict: str) -> str:
     runs = [run for group in groups for run in group.runs]
     notes = [f"no final line: {run.path}: {run.unfinished}" for run in runs if run.unfinished]
-    for run in runs:
-        if run.earlier:
-            starts = f"the last start counts, not the {run.earlier} before it"
-            notes.append(f"{run.path} has runs that began anew: {starts}")
-    for a, b in combinations(runs, 2):
-        if a.crc32 == b.crc32:
-            notes.append(f"warning: {a.path} and {b.path} are one log")
+    anew = "has runs that began anew: the last start counts, not the"
+    notes += [f"{run.path} {anew} {run.earlier} before it" for run in runs if run.earlier]
+    twins = [(a.path, b.path) for a, b in combinations(runs, 2) if a.crc32 == b.crc32]
+    notes += [f"warning: {a} and {b} are one log" for a, b in twins]
     notes += [f"warning: {warning}" for warning in find_warnings(groups)]
     runs = [run for run in runs if not run.unfinished]
     if len(runs) > 1 and (unknown := [str(r.path) for r in runs if "val_crc" not in r.facts]):

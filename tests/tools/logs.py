@@ -12,7 +12,8 @@ HEADER = b"\n" + 100 * b"=" + b"\nRunning Python "  # follows a script in a log
 SCRIPT_BYTES = re.compile(rb"(?m)^script_bytes:(\d+)$")  # in a header; older versions lack it
 # What torchrun --tee, srun --label, a terminal or a clock puts before a line.
 PREFIX = re.compile(
-    r"(?m)^(?:\[[^]\n]*\]:? ?|\d+: |\x1b\[[\d;?]*[A-Za-z]|\d{9,}\.\d+ |\d{4}-\d\d-\d\d[T ]\d\S* )+"
+    r"(?m)^(?:\[[^]\n]*\](?:<\w+>)?:? ?|\d+: |\x1b\[[\d;?]*[A-Za-z]|\d{9,}\.\d+ "
+    r"|\d{4}-\d\d-\d\d[T ]\d\S* )+"
 )
 NUMBER = r"-?(?:\d+(?:\.\d+)?|nan|inf)"
 # Two processes that write into one log may mangle a line: then it does not match.
@@ -35,8 +36,8 @@ FACTS = re.compile(
     r"|Serialized model \S+: (?P<artifact_bytes>\d+) bytes"
     r"|Total submission size \S+: (?P<bytes_total>\d+) bytes"
 )
-NO_SCORE = re.compile(r"\s|.*(?:\d/\d+ \w+_loss|\bstep:\d|train_time:|diagnostic|pre-quant)", re.I)
-VALUE = r"\b{}\b[\"']?\s*[:=]?\s*(" + NUMBER + r")(?![\w]|\.\d)"
+NO_SCORE = re.compile(r"\s|step:|.*(?:\d/\d+ \w+_loss|step_avg:|diagnostic|pre-quant)", re.I)
+VALUE = r"\b{}\b[\"']?\s*[:=]?\s*(" + NUMBER + r")(?!\w|\.\d)"
 MARKS = {"stride": r"\bstride[:=](\d+)", "part": r"\btokens:(\d+ of \d+)"}  # of a score
 OWN_SCORES = ("final_int8_zlib_roundtrip_exact", "score_exact")  # this project's
 
