@@ -1536,9 +1536,8 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"iterations:{hp.iterations} warmup_steps:{hp.warmup_steps} "
         f"max_wallclock_seconds:{hp.max_wallclock_seconds:.3f}\n"
         f"seed:{hp.seed}\nknobs:{' '.join(knobs)}\n"
-        f"input_crc32 {' '.join(f'{k}:{v}' for k, v in validation.inputs.items())}\n"
         f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
-        f"cpu_threads:{torch.get_num_threads()}"
+        f"cpu_threads:{torch.get_num_threads()}\ninput_crc32:{validation.inputs}"
     )
     log_warnings(validation, runtime)
 
