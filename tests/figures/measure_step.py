@@ -1,8 +1,8 @@
 """Count what a step keeps and exchanges, and how far it differs from that of one process.
 
-    PRESET=demo torchrun --standalone --nproc_per_node=2 tests/tools/measure_step.py
+    PRESET=demo torchrun --standalone --nproc_per_node=2 tests/figures/measure_step.py
     PRESET=demo DTYPE=bf16 NUM_LAYERS=9 MODEL_DIM=512 NUM_HEADS=8 NUM_KV_HEADS=4 \\
-        torchrun --standalone --nproc_per_node=2 tests/tools/measure_step.py
+        torchrun --standalone --nproc_per_node=2 tests/figures/measure_step.py
 
 The second is the default model, with the demo's short sequences. Start it where the demo ran. For
 tests/ACCUMULATION.md."""
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import begin  # noqa: F401  (first: it says what to install)
 import torch

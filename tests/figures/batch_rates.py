@@ -1,6 +1,6 @@
 """Fit the best learning rate of each batch size to runs of the demo, and draw them.
 
-    python tests/tools/batch_rates.py tests/pictures/batches.txt tests/pictures/batches.svg
+    python tests/figures/batch_rates.py tests/figures/batches.txt tests/figures/batches.svg
 
 A line of the first file is a run: the tokens it trained on, tokens per step, k (all learning rates
 times f = 2**(k/2)), seed, final loss. The best k of a batch is the lowest point of the parabola
@@ -11,6 +11,7 @@ their parabolas. Needs matplotlib."""
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import demo_curve  # noqa: F401  (its style)

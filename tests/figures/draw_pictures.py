@@ -1,9 +1,9 @@
 """Draw two pictures of README.md: learning rate and Muon's momentum over a run of the demo and a
 default run; what Newton-Schulz does to the singular values of an MLP's gradient after 20 steps.
 
-    PRESET=demo python tests/helpers/draw_pictures.py
+    PRESET=demo python tests/figures/draw_pictures.py
 
-Start it where the demo ran. It writes into tests/pictures, and needs matplotlib."""
+Start it where the demo ran. It writes into tests/figures, and needs matplotlib."""
 
 import os
 import sys
@@ -73,4 +73,4 @@ def draw_newton_schulz(gradient: Tensor) -> Figure:
 if __name__ == "__main__":
     pictures = {"schedule": draw_schedule(), "newton_schulz": draw_newton_schulz(read_gradient(20))}
     for name, figure in pictures.items():
-        figure.savefig(ROOT / f"tests/pictures/{name}.svg", metadata={"Date": None})
+        figure.savefig(ROOT / f"tests/figures/{name}.svg", metadata={"Date": None})

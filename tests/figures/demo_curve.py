@@ -1,7 +1,7 @@
 """Draw the score of a demo against its steps, with those of xz as lines.
 
     VAL_LOSS_EVERY=20 RUN_ID=curve PRESET=demo python train_gpt.py
-    python tests/tools/demo_curve.py logs/curve.txt tests/pictures/demo.svg
+    python tests/figures/demo_curve.py logs/curve.txt tests/figures/demo.svg
 
 Start it where the demo ran. Needs matplotlib."""
 
@@ -9,7 +9,7 @@ import lzma
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import begin  # noqa: F401  (first: it says what to install)
 import numpy as np
