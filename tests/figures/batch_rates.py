@@ -5,7 +5,7 @@
 A line of the first file is a run: the tokens it trained on, tokens per step, k (all learning rates
 times f = 2**(k/2)), seed, arm, final loss. The best f of a batch comes from the runs of the first
 arm with a whole k: a parabola with an offset for each seed is fitted to those at most 2 from the k
-with the lowest mean. Intervals (95 %): 4,000 times, noise with the standard deviation of the
+with the lowest mean loss. Intervals (95 %): 4,000 times, noise with the standard deviation of the
 batch's runs from their parabola is added to all losses, and the same is done again. Every other arm
 is compared with the first by a t interval of the pairs with the same seed. Needs matplotlib."""
 
@@ -69,8 +69,11 @@ def read_runs(path: Path) -> list[Run]:
 
 def fit(runs: np.ndarray) -> Fit:
     """Fit a parabola to the runs (n, 3: k, seed, loss) at most 2 from the best k."""
-    means = {k: runs[runs[:, 0] == k, 2].mean() for k in runs[:, 0]}
-    near = runs[abs(runs[:, 0] - min(means, key=means.get)) <= 2]
+    (k, seeds, losses), values = runs.T, np.unique(runs[:, 0])
+    # The mean loss of each k, if all seeds had a run there.
+    design = np.column_stack([k[:, None] == values, seeds[:, None] == np.unique(seeds)])
+    levels = np.linalg.lstsq(design, losses - losses.mean(), rcond=None)[0][: len(values)]
+    near = runs[abs(k - values[levels.argmin()]) <= 2]
     k, seeds, losses = near.T
     design = np.column_stack([k**2, k, seeds[:, None] == np.unique(seeds)])
     (a, b, *offsets), _, rank, _ = np.linalg.lstsq(design, losses, rcond=None)
@@ -81,13 +84,17 @@ def fit(runs: np.ndarray) -> Fit:
     return Fit(near, np.array([a, b, np.mean(offsets)]), noise, degrees, best)
 
 
-def best_rates(name: str, runs: np.ndarray, random: np.random.Generator) -> tuple[Fit, np.ndarray]:
+def best_rates(
+    name: str, runs: np.ndarray, random: np.random.Generator
+) -> tuple[Fit, np.ndarray] | None:
     """Print the best f of a batch. Returns the fit, and log2 of the best f (1 + REPEATS,), the
-    first without noise. Ends the program if the best f is not between the runs."""
+    first without noise; None if there are too few runs. Ends the program if the best f is not
+    between the runs."""
     first = fit(runs)
     values = np.unique(first.near[:, 0])
     if len(values) < 3 or first.degrees < 1:
-        sys.exit(f"{name}: too few runs: add two seeds of three whole values of k around the best")
+        print(f"{name}, {len(runs)} runs: too few: add two seeds of three whole k around the best")
+        return None
     low, high = 2 ** (values[[0, -1]] / 2)
     if not values[0] < first.best < values[-1]:
         where = f"at f = {low:.3g} or below it" if first.best == values[0] else (
@@ -116,6 +123,8 @@ def interval(values: np.ndarray) -> str:
 def print_exponents(tokens: int, log_f: dict[int, np.ndarray]) -> None:
     """Print the exponents x of f ~ B**x between neighbours B, and one for all if none of them
     contradicts it. log_f: by tokens per step."""
+    if len(log_f) < 2:
+        return
     sizes = np.log2([*log_f])
     power = np.polyfit(sizes, np.array([*log_f.values()]), 1)[0]
     contradicted = []
@@ -145,27 +154,27 @@ def compare_arms(runs: list[Run]) -> None:
               f"{len(gaps)} pairs")  # fmt: skip
 
 
-def draw(tokens: int, batches: dict[int, np.ndarray], fits: dict, log_f: dict) -> Figure:
+def draw(tokens: int, batches: dict[int, tuple[np.ndarray, Fit, np.ndarray]]) -> Figure:
     """Draw each run, hollow if its fit does not use it, the parabolas, and their lowest points."""
-    figure = Figure(figsize=(7.2, 3.8))
+    figure = Figure(figsize=(7.2, 4))
     title = f"Final loss by learning rate and tokens per step, after {tokens:,} tokens"
     axes = figure.add_subplot(title=title)
-    for i, (size, runs) in enumerate(batches.items()):
-        color = {"color": f"C{i}"}
-        k, parabola = fits[size].near[:, 0], fits[size].parabola
+    for i, (size, (runs, fitted, log_f)) in enumerate(batches.items()):
+        color, k = {"color": f"C{i}"}, fitted.near[:, 0]
         is_near = (k.min() <= runs[:, 0]) & (runs[:, 0] <= k.max())
         for shown, fill in ((runs[is_near], f"C{i}"), (runs[~is_near], "none")):
             f = 2 ** (shown[:, 0] / 2)
             axes.plot(f, shown[:, 2], "o", markersize=3.5, markerfacecolor=fill, **color)
         curve = np.linspace(k.min(), k.max(), 50)
-        axes.plot(2 ** (curve / 2), np.polyval(parabola, curve), linewidth=1, **color)
-        best = fits[size].best
-        lowest = [np.polyval(parabola, best)] * 2
-        axes.plot(2 ** np.quantile(log_f[size], [0.025, 0.975]), lowest, linewidth=4, **color)
-        axes.plot(2 ** (best / 2), lowest[0], "D", color="black", markersize=4)
-        place = {"xytext": (7, 0), "textcoords": "offset points", "ha": "left", "va": "center"}
-        axes.annotate(f"{size:,}", (2 ** (curve[-1] / 2), np.polyval(parabola, curve[-1])),
-                      **place, **color)  # fmt: skip
+        losses = np.polyval(fitted.parabola, curve)
+        axes.plot(2 ** (curve / 2), losses, linewidth=1, **color)
+        lowest = np.polyval(fitted.parabola, fitted.best)
+        axes.plot(2 ** np.quantile(log_f[1:], [0.025, 0.975]), [lowest] * 2, linewidth=4, **color)
+        axes.plot(2 ** log_f[0], lowest, "D", color="black", markersize=4)
+        place = {"xytext": (8, 3), "textcoords": "offset points", "ha": "left", "va": "center"}
+        axes.annotate(f"{size:,}", (2 ** (curve[-1] / 2), losses[-1]), **place, **color)
+    note = "dot: a run; hollow: not in the fit\ndiamond: lowest point; bar: its 95 % interval"
+    axes.text(0.02, 0.97, note, transform=axes.transAxes, va="top", fontsize="small")
     ticks = [0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4]
     axes.set(xscale="log", xlabel="all learning rates times f (logarithmic)", ylabel="loss")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -179,26 +188,23 @@ def main() -> None:
     parser.add_argument("picture", type=files.path, help="the .svg to write")
     args = parser.parse_args()
     check_picture(parser, args.picture, [args.runs])
-    runs = read_runs(args.runs)
-    random = np.random.default_rng(0)
-    batches: dict[int, dict[int, list]] = {}  # of each number of tokens, by tokens per step
+    runs, random = read_runs(args.runs), np.random.default_rng(0)
+    grids: dict[tuple[int, int], list] = {}  # by tokens, and tokens per step
     for run in runs:
         if run.arm == FIRST_ARM and run.k == round(run.k):
-            batches.setdefault(run.tokens, {}).setdefault(run.size, []).append(run)
-    if not batches:
-        sys.exit(f"{args.runs} has no run of the arm {FIRST_ARM} with a whole k: add some")
-    results = {}
-    for tokens, found in batches.items():
-        arrays = {s: np.array([(r.k, r.seed, r.loss) for r in rows]) for s, rows in found.items()}
-        named = {size: (f"{tokens} tokens, {size} a step", rows) for size, rows in arrays.items()}
-        fitted = {size: best_rates(*pair, random) for size, pair in named.items()}
-        log_f = {size: rates for size, (_, rates) in fitted.items()}
-        results[tokens] = arrays, {size: each for size, (each, _) in fitted.items()}, log_f
-        if len(log_f) > 1:
-            print_exponents(tokens, log_f)
+            grids.setdefault((run.tokens, run.size), []).append((run.k, run.seed, run.loss))
+    results: dict[int, dict[int, tuple]] = {}
+    for (tokens, size), rows in grids.items():
+        grid = np.array(rows)
+        if best := best_rates(f"{tokens} tokens, {size} a step", grid, random):
+            results.setdefault(tokens, {})[size] = (grid, *best)
+    if not results:
+        sys.exit(f"{args.runs} has too few runs of the arm {FIRST_ARM} with whole k: add some")
+    for tokens, batches in results.items():
+        print_exponents(tokens, {size: log_f for size, (_, _, log_f) in batches.items()})
     compare_arms(runs)
     shortest = min(results)
-    draw(shortest, *results[shortest]).savefig(args.picture, metadata={"Date": None})
+    draw(shortest, results[shortest]).savefig(args.picture, metadata={"Date": None})
 
 
 if __name__ == "__main__":
