@@ -1,12 +1,16 @@
 """Sequences of unequal length and a small model: what the trainers of this folder share."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
 MICRO_STEPS = 4  # per optimizer step and rank
-SEQUENCES_PER_BATCH = 4
+BATCH = 4  # sequences of a micro-batch
 
 
 def sequences():
@@ -21,6 +25,11 @@ def inputs_and_targets(batch):
     inputs = pad_sequence([tokens[:-1] for tokens in batch], batch_first=True)
     targets = pad_sequence([tokens[1:] for tokens in batch], batch_first=True, padding_value=-100)
     return inputs, targets
+
+
+def loader():
+    """Return a loader of (inputs, targets) for one rank; the libraries shard it."""
+    return DataLoader(sequences(), BATCH, collate_fn=inputs_and_targets)
 
 
 def inputs_and_labels(batch):

@@ -4,13 +4,11 @@
 import tiny
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=tiny.MICRO_STEPS)
 model = tiny.model()
 optimizer = torch.optim.AdamW(model.parameters())
-loader = DataLoader(tiny.sequences(), tiny.SEQUENCES_PER_BATCH, collate_fn=tiny.inputs_and_targets)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+model, optimizer, loader = accelerator.prepare(model, optimizer, tiny.loader())
 for inputs, targets in loader:
     with accelerator.accumulate(model):
         loss = tiny.loss(model(inputs), targets)

@@ -17,7 +17,7 @@ engine, _, loader, _ = deepspeed.initialize(
     training_data=tiny.sequences(),
     collate_fn=tiny.inputs_and_targets,
     config={
-        "train_micro_batch_size_per_gpu": tiny.SEQUENCES_PER_BATCH,
+        "train_micro_batch_size_per_gpu": tiny.BATCH,
         "gradient_accumulation_steps": tiny.MICRO_STEPS,
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
         "zero_optimization": {"stage": int(sys.argv[1])},

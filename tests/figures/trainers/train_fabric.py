@@ -1,21 +1,15 @@
 """Train with lightning Fabric's loop for gradient accumulation, as its documentation shows it."""
 
 # pip install torch==2.13.0 lightning==2.6.6
-import os
-
 import lightning as L
 import tiny
 import torch
-from torch.utils.data import DataLoader
 
-fabric = L.Fabric(accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", 1)))
+fabric = L.Fabric(accelerator="cpu", devices=tiny.RANKS)
 fabric.launch()
 model = tiny.model()
 model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
-loader = fabric.setup_dataloaders(
-    DataLoader(tiny.sequences(), tiny.SEQUENCES_PER_BATCH, collate_fn=tiny.inputs_and_targets)
-)
-for iteration, (inputs, targets) in enumerate(loader, 1):
+for iteration, (inputs, targets) in enumerate(fabric.setup_dataloaders(tiny.loader()), 1):
     is_accumulating = iteration % tiny.MICRO_STEPS != 0
     with fabric.no_backward_sync(model, enabled=is_accumulating):
         loss = tiny.loss(model(inputs), targets)

@@ -1,12 +1,9 @@
 """Train with lightning's Trainer and accumulate_grad_batches."""
 
 # pip install torch==2.13.0 lightning==2.6.6
-import os
-
 import lightning as L
 import tiny
 import torch
-from torch.utils.data import DataLoader
 
 
 class Model(L.LightningModule):
@@ -22,13 +19,8 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+options = {"logger": False, "enable_checkpointing": False, "max_steps": 3}
 trainer = L.Trainer(
-    accelerator="cpu",
-    devices=int(os.environ.get("WORLD_SIZE", 1)),
-    accumulate_grad_batches=tiny.MICRO_STEPS,
-    max_steps=3,
-    logger=False,
-    enable_checkpointing=False,
+    accelerator="cpu", devices=tiny.RANKS, accumulate_grad_batches=tiny.MICRO_STEPS, **options
 )
-loader = DataLoader(tiny.sequences(), tiny.SEQUENCES_PER_BATCH, collate_fn=tiny.inputs_and_targets)
-trainer.fit(Model(), loader)
+trainer.fit(Model(), tiny.loader())
