@@ -9,6 +9,7 @@ fabric = L.Fabric(accelerator="cpu", devices=tiny.RANKS)
 fabric.launch()
 model = tiny.model()
 model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+# Counted from 1, so that the first window is full.
 for iteration, (inputs, targets) in enumerate(fabric.setup_dataloaders(tiny.loader()), 1):
     is_accumulating = iteration % tiny.MICRO_STEPS != 0
     with fabric.no_backward_sync(model, enabled=is_accumulating):
