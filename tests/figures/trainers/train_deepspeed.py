@@ -1,6 +1,7 @@
 """Train with DeepSpeed's engine; the argument is the ZeRO stage."""
 
-# pip install torch==2.13.0 deepspeed==0.19.8, and DS_ACCELERATOR=cpu
+# pip install torch==2.13.0 deepspeed==0.19.8 ninja==1.13.2, and set DS_ACCELERATOR=cpu
+# Its first start compiles an extension: this needs ninja on the PATH and a C++ compiler.
 import os
 import sys
 
