@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 DEFAULT_TRAIN_SHARDS = 80
 
 
-def is_whole(file: Path) -> bool:
+def is_whole(file: Path, in_cache: bool = False) -> bool:
     """Return whether a file is complete: a shard is as long as its header says, and a file in the
     client's cache has the hash that is its name (SHA-256, or git's for small files)."""
     try:
@@ -38,12 +38,9 @@ def is_whole(file: Path) -> bool:
             files.count_tokens(file)
     except (OSError, ValueError):
         return False
-    name = os.path.basename(os.readlink(file)) if file.is_symlink() else ""
+    name = os.path.basename(os.readlink(file)) if in_cache and file.is_symlink() else ""
     digest = {64: hashlib.sha256(), 40: hashlib.sha1(b"blob %d\0" % size)}.get(len(name))
-    with open(file, "rb") as content:
-        while digest and (data := content.read(2**20)):
-            digest.update(data)
-    return size > 0 and (digest is None or digest.hexdigest() == name)
+    return size > 0 and (digest is None or files.hash_file(file, digest) == name)
 
 
 def link_or_copy(source: Path, place: Path) -> None:
@@ -62,7 +59,7 @@ def download_file(path: str, root: Path, repo_id: str, remote_root: str) -> None
     name = f"{remote_root.strip('/')}/{path}".lstrip("/")
     try:
         cached = Path(hf_hub_download(repo_id, name, repo_type="dataset"))
-        if not is_whole(cached):  # damaged in the cache or on the hub
+        if not is_whole(cached, in_cache=True):  # damaged in the cache or on the hub
             cached = Path(hf_hub_download(repo_id, name, repo_type="dataset", force_download=True))
         if path.endswith(".bin"):
             files.count_tokens(cached)
@@ -82,8 +79,7 @@ def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, 
     datasets = manifest["datasets"]
     name = files.DATASET_PREFIX + variant
     if name not in datasets:
-        has = f"--variant {variant}: {path} has only {', '.join(datasets)}"
-        raise ValueError(f"{has}: to download others, rename it, and the hub's takes its place")
+        raise ValueError(f"{path} has only {', '.join(datasets)}: rename it to get the hub's")
     stats = datasets[name]["stats"]
     num_train = stats["files_train"]
     if train_shards is None:
@@ -94,7 +90,8 @@ def list_files(path: Path, variant: str, train_shards: int | None) -> dict[str, 
     names = ("model_path", "vocab_path", "path")
     paths = {tokenizer[key]: 0 for key in names if tokenizer.get(key)}
     for split, count in (("val", stats["files_val"]), ("train", train_shards)):
-        most, left = manifest.get("shard_size", 0), stats.get(f"tokens_{split}", 0)
+        most = stats.get("shard_size", manifest.get("shard_size", 0))
+        left = stats.get(f"tokens_{split}", 0)
         for index in range(count):
             size = files.HEADER_BYTES + 2 * min(most, left - index * most)
             paths[f"datasets/{name}/fineweb_{split}_{index:06d}.bin"] = size
@@ -139,10 +136,9 @@ def main() -> None:
     parser = files.start_program(__doc__)
     parser.add_argument("--variant", default="sp1024", help="sp1024, ..., byte260")
     either = parser.add_mutually_exclusive_group()
-    shards = f"train shards (default {DEFAULT_TRAIN_SHARDS})"
-    count = {"type": files.number(int, 0), "metavar": "N", "help": shards}
-    either.add_argument("--train-shards", **count)
-    either.add_argument("bare", nargs="?", **count)
+    shards = {"metavar": "N", "help": f"train shards (default {DEFAULT_TRAIN_SHARDS})"}
+    either.add_argument("--train-shards", type=files.number(int, 0), **shards)
+    either.add_argument("bare", type=files.number(int, 0), nargs="?", **shards)
     parser.add_argument("--skip-manifest", action="store_true", help="never download the manifest")
     parser.add_argument("--with-docs", action="store_true", help="download the documents, too")
     parser.add_argument("--root", type=files.path, default=HERE, help="the folder to fill")

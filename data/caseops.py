@@ -20,14 +20,12 @@ TO_MARK = re.compile(r" ?(?<![A-Za-z])[A-Z]{2,}(?![A-Za-z])| ?[A-Z]")
 MARKED = re.compile(f"{CAPITAL} ?[a-z]?|{CAPITALS} ?[a-z]*")  # or a stray mark in generated text
 BATCH_SIZE = 512  # texts
 
-# The text is normalized already, and normalizing it again would not be lossless: T + U+0308 stays
-# two characters, but t + U+0308 becomes one. Both marks must be pieces, because in bytes they would
-# count. As user_defined_symbols they would never merge with the character before them.
+# Normalizing again would not be lossless: T + U+0308 stays two characters, t + U+0308 becomes one.
+# Both marks must be pieces: in bytes they would count, as user_defined_symbols they never merge.
 TRAINER_SETTINGS = {
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
+    "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
     "required_chars": MARKS,
-}
+}  # fmt: skip
 # Returns the text that the challenge's tokenizer scores. Its spaces are single.
 normalize = SentencePieceNormalizer(
     rule_name="nmt_nfkc",

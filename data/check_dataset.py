@@ -27,6 +27,7 @@ from tokenizer_tools import open_model
 CHUNK = 2**22  # tokens counted at a time
 RUN = 10  # this many documents in a row, in both splits, are a leak
 LONG = 50  # tokens; a document that is shorter may repeat by chance
+HOLE = 500  # equal tokens, from a multiple of it on: any run of 999 has that many
 GET_AGAIN = "download or rebuild the dataset again"
 WRONG_TOKENIZER = f"set --tokenizer to the model that made it, or {GET_AGAIN}"
 
@@ -39,6 +40,10 @@ def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[int, int, list[s
     largest = tokens.max(initial=0)
     if largest >= sp.vocab_size():
         raise ValueError(f"{path}: id {largest}, but {sp.vocab_size()} pieces: {WRONG_TOKENIZER}")
+    blocks = tokens[: tokens.size // HOLE * HOLE].reshape(-1, HOLE)
+    holes = np.flatnonzero((blocks == blocks[:, :1]).all(axis=1)) * HOLE
+    if holes.size:
+        raise ValueError(f"{path}: {HOLE} equal tokens from {holes[0]} on, not text: {GET_AGAIN}")
     is_bos = tokens == sp.bos_id()
     starts = np.flatnonzero(is_bos[:CHUNK])[:4]
     if starts.size and not train_gpt.retokenizes(sp, tokens[:CHUNK]):
@@ -53,9 +58,8 @@ def read_shard(path: Path, sp: SentencePieceProcessor) -> tuple[int, int, list[s
 
 
 def hash_documents(paths: Iterable[Path], bos_id: int) -> Iterator[tuple[int, int]]:
-    """Yield a hash and the number of tokens of each document in these shards."""
-    # 64 bits of a whole document need no second look: 50,000 documents against 10 million agree by
-    # chance once in 37 million checks. Each split ends at the end of a document.
+    """Yield a hash and the number of tokens of each document in all shards of a split."""
+    # 64 bits are enough: 50,000 documents and 10 million agree by chance once in 37 million checks.
     rest = b""  # the last document of a shard may go on in the next one
     for path in paths:
         data = rest + path.read_bytes()[files.HEADER_BYTES :]
@@ -98,9 +102,8 @@ def check_leaks(folder: Path, bos_id: int) -> list[str]:
     print(f"val: {repeated} of {docs} documents ({repeated / docs:.2%}) are also in train shards")
     if leaked:
         problem = f"{folder}: {leaked} of {docs} validation documents are in the train shards"
-        duplicates = "a score on them is worth nothing: remove duplicates from your text"
-        splits = f"if the splits were made with different --num-val-docs, {GET_AGAIN}, both at once"
-        return [f"{problem}, so {duplicates}, or, {splits}"]
+        advice = f"remove duplicates from the text, or {GET_AGAIN}, with one --num-val-docs"
+        return [f"{problem}, so a score on them is worth nothing: {advice}"]
     if 10 * repeated > docs:
         print(f"WARNING: many documents of under {LONG} tokens repeat, which lowers the score")
     return []
@@ -127,6 +130,8 @@ def check_split(
         beginnings += map(caseops.decode, texts) if caseops.is_caseops(sp) else texts
     if tokens and not docs:
         raise ValueError(f"{folder}: no {split} token is BOS ({sp.bos_id()}): {WRONG_TOKENIZER}")
+    if tokens and not num_bytes:
+        raise ValueError(f"{folder}: the {split} documents have no text: remove empty documents")
     counts = f"shards:{len(paths)} tokens:{tokens} documents:{docs}"
     print(f"{split}: {counts} bytes_per_token:{num_bytes / max(tokens, 1):.4f}")
     for text in beginnings[:3]:
@@ -148,13 +153,11 @@ def compare(path: Path, listed: dict, found: dict[str, int]) -> list[str]:
 
 
 def find_shards(folder: Path) -> Path:
-    """Return a folder, or the one in its subfolder datasets. Raises ValueError if it has no shards
-    or not all of them."""
+    """Return a folder, or the one in its subfolder datasets. Raises ValueError if unfinished."""
     inside = sorted(path for path in folder.glob("datasets/*") if path.is_dir())
     folder = inside[0] if len(inside) == 1 else folder
     if (unfinished := folder / files.UNFINISHED).exists():
-        problem = f"{unfinished} exists: the command that makes this dataset still runs or was"
-        raise ValueError(f"{problem} interrupted: run it again")
+        raise ValueError(f"{unfinished} exists: its command still runs, or must run again")
     if not any(folder.glob("fineweb_*.bin")):
         problem = "has no fineweb_*.bin" if folder.is_dir() else "is not a folder"
         wanted = " or ".join(map(str, inside)) or "the folder that has the shards"

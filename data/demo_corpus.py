@@ -13,9 +13,13 @@ import re
 import sys
 import sysconfig
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import sentencepiece
+
+try:
+    from pydoc_data.topics import topics
+except ImportError:  # some distributions do not install it
+    topics = {}
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
@@ -30,25 +34,30 @@ NUM_VAL_SOURCES = 40  # modules and topics
 DOCUMENT = re.compile(r"(?s)\A.{1,1500}\Z|\S.{599,}?(?=\n\s*\n|\Z)|\S.*")
 TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
 MANIFEST = "demo_corpus.json"  # written last
+MODULES = {*sys.stdlib_module_names, "__hello__"}  # a distribution adds others to their folder
 # Not in every installation, or not text of the library.
 SKIPPED_FOLDERS = {
-    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter",
-    "turtledemo", "ensurepip", "pydoc_data", "__phello__",
+    "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "pydoc_data",
 }  # fmt: skip
 
 
-def collect_sources() -> dict[str, list[str]]:
-    """Return the texts of each topic and module: docstrings, in the order of ast.walk."""
+def collect_sources() -> tuple[dict[str, list[str]], list[str]]:
+    """Return the texts of each topic and module (docstrings), and a line for each bad file."""
     with_docstring = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    left_out = [] if topics else ["pydoc_data/topics.py: cannot be imported"]
     sources = {f"topic {name}": [text] for name, text in topics.items()}
     library = Path(sysconfig.get_paths()["stdlib"])
-    for path in library.rglob("*.py"):
+    for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library)
-        if path.is_file() and not SKIPPED_FOLDERS & set(name.parts):  # not a link to nothing
+        if name.parts[0].removesuffix(".py") not in MODULES or SKIPPED_FOLDERS & {*name.parts}:
+            continue
+        try:
             nodes = ast.walk(ast.parse(path.read_bytes()))
             texts = (ast.get_docstring(node) for node in nodes if isinstance(node, with_docstring))
             sources[f"module {name.as_posix()}"] = [text for text in texts if text]
-    return {name: texts for name, texts in sources.items() if texts}
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            left_out.append(f"{name.as_posix()}: {error}")
+    return {name: texts for name, texts in sources.items() if texts}, left_out
 
 
 def digest(text: str) -> bytes:
@@ -91,7 +100,8 @@ def find_demo(dataset: Path, tokenizer: Path, with_caseops: bool) -> dict:
 def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> dict:
     """Write the files and, last, the manifest. Several processes may do so: the bytes are equal."""
     files.write_json(dataset / MANIFEST, {})  # so that a demo's folder is known as one
-    val, train = split_documents(collect_sources())
+    sources, left_out = collect_sources()
+    val, train = split_documents(sources)
     documents = val + train
     lzma_score = tokenizer_tools.lzma_score(val)
     # SentencePiece skips long sentences, so it gets the lines of the documents.
@@ -110,6 +120,7 @@ def build(dataset: Path, tokenizer: Path, with_caseops: bool) -> dict:
         "documents": len(documents),
         "text_bytes": sum(len(text.encode()) for text in documents),
         "lzma": lzma_score,
+        "left_out": left_out,
         "sha256": sha256_sums(dataset, tokenizer),
         "caseops": with_caseops,
     }
@@ -139,6 +150,8 @@ def main() -> None:
     print(f"demo_corpus:{counts} python:{facts['python']}")
     print("demo_corpus:sha256", *(f"{name}:{sum}" for name, sum in facts["sha256"].items()))
     print(f"demo_corpus:{facts['lzma']}")
+    for file in facts["left_out"]:
+        print(f"demo_corpus:left_out {' '.join(file.splitlines())}: this text is not the usual one")
 
 
 if __name__ == "__main__":

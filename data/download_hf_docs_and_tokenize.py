@@ -12,11 +12,9 @@ import argparse
 import contextlib
 import fcntl
 import functools
-import hashlib
 import itertools
 import json
 import math
-import mmap
 import os
 import random
 import re
@@ -38,7 +36,6 @@ import caseops
 import check_dataset
 import files
 import tokenizer_tools
-from files import number
 from tokenizer_tools import Spec, make_model, read_specs
 
 HERE = Path(__file__).resolve().parent
@@ -46,12 +43,12 @@ DEFAULT_NUM_VAL_DOCS = 50_000
 DEMO_STEP, DEFAULT_STEP = 6_144, 524_288  # TRAIN_BATCH_TOKENS
 # A document of plain text ends at the first blank line after 2,000 bytes (CR do not count).
 TEXT_DOCUMENT = re.compile(rb"(?s)\S(?:\r*[^\r]){1999}.*?(?=\n\s*\n|\Z)|\S.*")
-JSON_LINE = re.compile(rb'(\xef\xbb\xbf)?\s*{[^\n]*"text"\s*:')
+JSON_LINE = rb'(?m)^(?:\xef\xbb\xbf)?\s*\[?\s*{(?=\s*")'  # the beginning of an object
 
 
 def number_in(variable: str, default: int, most: int) -> int:
     try:
-        return number(int, 1, most)(os.environ.get(variable, str(min(default, most))))
+        return files.number(int, 1, most)(os.environ.get(variable, str(min(default, most))))
     except argparse.ArgumentTypeError as error:
         files.start_program(None).error(f"{variable}: {error}")
 
@@ -60,6 +57,7 @@ BATCH_SIZE = number_in("MATCHED_FINEWEB_SP_BATCH_SIZE", 512, most=2**20)  # docu
 NUM_THREADS = number_in("MATCHED_FINEWEB_TOKENIZER_THREADS", files.cores(), most=1024)
 Counts = dict[str, int]
 Facts = dict[str, Any]  # of the manifest
+Models = dict[str, bytes]  # by path
 Encoder = Callable[[list[str]], np.ndarray]  # texts -> tokens, uint16 (n,)
 
 
@@ -90,25 +88,34 @@ def mix_documents(paths: list[Path], seed: int | None, mixed_path: Path) -> None
             copy.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
         if seed is not None:
             random.Random(seed).shuffle(starts)
-        with open(mixed_path, "wb") as mixed:
-            for start in starts:
-                copy.seek(start)
-                mixed.write(copy.readline())
+        lines = (copy.readline() for start in starts if copy.seek(start) is not None)
+        files.write_file(mixed_path, lines)
+
+
+def split_text(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the documents of plain text. A document is in memory, but not the file."""
+    rest = b""
+    while data := file.read(max(2**24, len(rest))):
+        content = rest + data
+        matches = list(TEXT_DOCUMENT.finditer(content))
+        yield from (match[0] for match in matches[:-1])
+        rest = content[matches[-1].start() :] if matches else b""  # more may follow
+    yield from (match[0] for match in TEXT_DOCUMENT.finditer(rest))
 
 
 def read_documents(path: Path) -> Iterator[str]:
     """Yield the texts of JSON lines or the documents of plain text. Raises ValueError."""
     with open(path, "rb") as file:
-        start = file.read(2**16)
+        opened = os.fstat(file.fileno())
+        start = file.read(2**20)
         file.seek(0)
         if start.startswith((b"%PDF", b"\x1f\x8b", b"BZh", b"(\xb5/\xfd")) or b"\0" in start:
-            advice = "decompress it, extract its text, or convert it"
-            raise ValueError(f"{path} is compressed or not UTF-8 text: {advice}")
-        is_json = path.suffix.lower() in (".jsonl", ".json") or JSON_LINE.match(start)
-        unit, documents = "line", file
-        if start and not is_json:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            unit, documents = "document", (match[0] for match in TEXT_DOCUMENT.finditer(content))
+            raise ValueError(f"{path} is compressed or not UTF-8 text: extract or convert it")
+        lines, objects = re.findall(rb"(?m)^.*\S", start), re.findall(JSON_LINE, start)
+        has_text = re.search(JSON_LINE + rb'[^\n]*"text"\s*:', start)
+        has_json_lines = has_text and 2 * len(objects) >= len(lines)
+        is_json = path.suffix.lower() in (".jsonl", ".json") or has_json_lines
+        unit, documents = ("line", file) if is_json else ("document", split_text(file))
         for index, document in enumerate(documents, start=1):
             try:
                 if not is_json:
@@ -118,12 +125,15 @@ def read_documents(path: Path) -> Iterator[str]:
                     yield json.loads(document)["text"].encode("utf-8", "replace").decode("utf-8")
             except UnicodeDecodeError as error:
                 before = document[: error.start].decode(errors="replace")[-40:]
-                place = f"{path}: {unit} {index}, after {before!r} is not UTF-8"
+                place = f"{path}: {unit} {index}, after {before!r}"
                 iconv = f"iconv -c -f utf-8 -t utf-8 {shlex.quote(str(path))} > fixed.txt"
-                advice = "removes such bytes; for Latin-1, use -f latin1"
-                raise ValueError(f"{place}: {iconv} {advice}") from None
-            except (ValueError, LookupError, TypeError, AttributeError):
-                raise ValueError(f'{path}: line {index} must be {{"text": "..."}}') from None
+                raise ValueError(f"{place} is not UTF-8: {iconv} (or -f latin1) mends it") from None
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                why = f'must be {{"text": "..."}} ({error!r})'
+                raise ValueError(f"{path}: line {index} {why}") from None
+        read = os.fstat(file.fileno())
+        if (opened.st_size, opened.st_mtime_ns) != (read.st_size, read.st_mtime_ns):
+            raise ValueError(f"{path} changed while it was read: run the command again")
 
 
 def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
@@ -132,42 +142,39 @@ def read_texts(docs: Path, spec: Spec) -> Iterator[str]:
     return caseops.encode_many(texts, NUM_THREADS) if spec.fields.get("caseops") else texts
 
 
-def count_splits(docs: Path, num_val_docs: int | None, sidecar: dict | None) -> Counts:
+def count_splits(docs: Path, num_val_docs: int | None, sidecar: Facts | None) -> Counts:
     """Return the number of documents in each split. Raises ValueError."""
-    most = num_docs = sum(1 for _ in read_documents(docs))
-    if num_val_docs is None and sidecar is None:
-        num_val_docs = min(max(num_docs // 20, 1), DEFAULT_NUM_VAL_DOCS)
-        most = num_docs - 1
-    elif num_val_docs is None:
-        docs_val = sidecar.get("docs_val")
-        num_val_docs = DEFAULT_NUM_VAL_DOCS if docs_val is None else docs_val
-    if num_docs == 0:
-        raise ValueError(f"{docs} has no text: name another file after --docs")
-    if not isinstance(num_val_docs, int) or not 0 <= num_val_docs <= most:
-        problem = f"{docs} has {num_docs} documents, and validation cannot get {num_val_docs!r}"
-        advice = "add text (a document ends at the first blank line after 2,000 bytes)"
-        raise ValueError(f"{problem}: {advice if num_docs < 2 else 'set --num-val-docs'}")
-    return {"val": num_val_docs, "train": num_docs - num_val_docs}
+    has_text = bytearray(len(t) > 99 or caseops.normalize(t) != "" for t in read_documents(docs))
+    num_docs = len(has_text)
+    val = (sidecar or {}).get("docs_val") if num_val_docs is None else num_val_docs
+    if val is None:
+        most = DEFAULT_NUM_VAL_DOCS
+        val = min(max(num_docs // 20, 1), most) if sidecar is None else most
+    if not isinstance(val, int) or not 0 <= val <= num_docs:
+        problem = f"{docs} has {num_docs} documents, and validation cannot get {val!r}"
+        raise ValueError(f"{problem}: set --num-val-docs, or another file after --docs")
+    for split, part in (("val", has_text[:val]), ("train", has_text[val:])):
+        if not any(part) and (part or (split == "train" and num_val_docs is None)):
+            problem = f"{docs}: {len(part)} documents for {split}, none of them with text"
+            raise ValueError(f"{problem}: set --num-val-docs, or add text (2,000 bytes a document)")
+    return {"val": val, "train": num_docs - val}
 
 
 def describe_documents(
-    args: argparse.Namespace, docs: Path, copies: list[Path], num_docs: Counts, sidecar: dict | None
+    args: argparse.Namespace, docs: Path, digest: str, num_docs: Counts, sidecar: Facts | None
 ) -> Facts:
     """Return the manifest's entries about the documents."""
-    with open(docs, "rb") as file:
-        digest = hashlib.sha256(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    final_docs = docs.with_suffix("") if docs in copies else docs
     path = os.path.relpath(docs.with_name(files.SIDECAR), args.output_root)
     return {
         "num_docs": sum(num_docs.values()),
         "num_val_docs": num_docs["val"],
         "shuffle_seed": args.shuffle if sidecar is None else sidecar.get("shuffle_seed"),
-        "docs_jsonl": os.path.relpath(final_docs, args.output_root),
+        "docs_jsonl": os.path.relpath(docs, args.output_root),
         "docs_meta": {
             "remote_repo_id": None if args.docs else args.repo_id,
             "remote_root": None if args.docs else args.remote_root,
             "num_docs": sum(num_docs.values()),
-            "docs_sha256": digest.hexdigest(),
+            "docs_sha256": digest,
             "source_manifest": path if sidecar else None,
             "source_sidecar": sidecar or None,
         },
@@ -257,23 +264,34 @@ def read_older_entries(output: Path) -> dict[str, Facts]:
     """Return the tokenizers and datasets of earlier commands by name. Raises ValueError."""
     path = output / files.MANIFEST
     older = files.read_manifest(path) if path.exists() else {}
+    for dataset in older.get("datasets", {}).values():  # a new manifest has the new ones' size
+        dataset.setdefault("stats", {}).setdefault("shard_size", older.get("shard_size", 0))
     return {kind: older.get(kind, {}) for kind in ("tokenizers", "datasets")}
 
 
-def check_replaced(args: argparse.Namespace, specs: list[Spec], docs_sha256: str = "") -> None:
-    """Raise ValueError if a dataset or tokenizer of other documents would be replaced. Without
-    docs_sha256, before the documents are here, this is so only if no manifest lists it."""
-    output = args.output_root
-    entries = [entry for old in read_older_entries(output).values() for entry in old.values()]
+def check_replaced(
+    args: argparse.Namespace, specs: list[Spec], docs_sha256: str = "", models: Models | None = None
+) -> None:
+    """Raise ValueError if a dataset or tokenizer of other documents (those in no manifest, without
+    docs_sha256) or, given the models, one that another dataset needs would be replaced."""
+    output, (tokenizers, datasets) = args.output_root, read_older_entries(args.output_root).values()
+    entries = [*tokenizers.values(), *datasets.values()]
     made_from = {old.get("model_path", old.get("path")): old.get("docs_sha256") for old in entries}
+    others = datasets.keys() - {spec.dataset for spec in specs}
+    names = [datasets[other].get("tokenizer_name") for other in others] if models else []
+    needed = [tokenizers.get(name, {}).get("model_path") for name in names]
     for spec in specs:
         model, shards = output / spec.model_path, (output / spec.folder).glob("fineweb_*.bin")
-        is_other_model = model.exists() and model.read_bytes() != spec.reused
-        for path, is_there in ((spec.model_path, is_other_model), (spec.folder, any(shards))):
+        content = models[spec.model_path] if models else spec.reused
+        is_other_model = model.exists() and model.read_bytes() != content
+        named = tokenizers.get(spec.name, {}).get("model_path", spec.model_path)
+        lost = {named: named != spec.model_path, spec.model_path: is_other_model}
+        for path, is_there in (lost | {spec.folder: any(shards)}).items():
             is_same = made_from.get(path) and docs_sha256 in ("", made_from[path])
-            if is_there and not is_same and not args.replace:
-                problem = f"{output / path} is of other documents, or no manifest says of which"
-                raise ValueError(f"{problem}: set another --output-root, or add --replace")
+            if is_there and (path in needed or not is_same) and not args.replace:
+                problem = f"{output / path} is of other documents, or no manifest says of which, or"
+                advice = "set another name, model_prefix or --output-root, or add --replace"
+                raise ValueError(f"{problem} another dataset needs it: {advice}")
 
 
 def copy_documents(sources: list[Path | int], seed: int | None, output: Path) -> list[Path]:
@@ -328,11 +346,9 @@ def add_entries(manifest: Facts, spec: Spec, sp: SentencePieceProcessor, stats: 
 
 
 def build_datasets(
-    specs: list[Spec], docs: Path, num_docs: Counts, cut: bool, manifest: Facts, output: Path
-) -> dict[str, bytes]:
-    """Make tokenizers, and write each dataset's shards to its folder `unfinished`. Adds them to the
-    manifest. Returns the tokenizers' models by path."""
-    models = {spec.model_path: make_model(spec, read_texts(docs, spec), cut) for spec in specs}
+    specs: list[Spec], models: Models, docs: Path, num_docs: Counts, manifest: Facts, output: Path
+) -> None:
+    """Write each dataset's shards to its folder `unfinished`, and add them to the manifest."""
     for spec in specs:
         sp = tokenizer_tools.open_model(models[spec.model_path], spec.name)
         encode = functools.partial(tokenizer_tools.encode_texts, sp, NUM_THREADS)
@@ -347,12 +363,10 @@ def build_datasets(
         stats = export_dataset(texts, num_docs, encode, folder, manifest["shard_size"])
         print(f"{spec.dataset}:", *(f"{name}:{count}" for name, count in stats.items()), flush=True)
         add_entries(manifest, spec, sp, stats)
-    return models
 
 
-def publish(manifest: Facts, models: dict[str, bytes], copies: list[Path], output: Path) -> None:
-    """Put all that is complete in its place, and replace what is older. The manifest comes first:
-    after an interruption here, the same command may replace what it lists."""
+def publish(manifest: Facts, models: Models, copies: list[Path], output: Path) -> None:
+    """Put all in its place, the manifest first: the same command may replace what it lists."""
     older = read_older_entries(output)
     lists = {kind: [*(old | manifest[kind]).values()] for kind, old in older.items()}
     files.write_json(output / files.MANIFEST, manifest | lists)
@@ -380,19 +394,27 @@ def rebuild(args: argparse.Namespace, specs: list[Spec], sources: list[Path | in
     sidecar = None if sources else {}  # facts about the hub's documents; None for your own
     if docs.name == files.DOCS and docs.with_name(files.SIDECAR).exists():
         sidecar = files.read_json(docs.with_name(files.SIDECAR))
+    digest = files.hash_file(docs)
     num_docs = count_splits(docs, args.num_val_docs, sidecar)
-    about = describe_documents(args, docs, copies, num_docs, sidecar)
-    check_replaced(args, specs, about["docs_meta"]["docs_sha256"])
+    final_docs = docs.with_suffix("") if copies else docs
+    manifest = describe_documents(args, final_docs, digest, num_docs, sidecar)
+    for key in ("num_docs", "docs_sha256"):
+        if sidecar and sidecar.get(key) not in (None, manifest["docs_meta"][key]):
+            raise ValueError(f"{docs} has another {key} than {files.SIDECAR}: download both again")
+    check_replaced(args, specs, digest)
     if sidecar is None and args.shuffle is None and num_docs["val"] > 1:
         note = f"Note: validation is the first {num_docs['val']} documents. If yours are sorted, or"
         print(f"{note} from several sources, add --shuffle 1 to mix them.")
     val_texts = itertools.islice(read_documents(docs), num_docs["val"])
     print(f"val: {tokenizer_tools.lzma_score(val_texts)}")
-    about |= {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
-    used = {"tokenizer_specs": [spec.fields for spec in specs], "tokenizers": {}, "datasets": {}}
-    manifest = about | used
+    manifest |= {"version": "10B", "shard_size": args.chunk_tokens, "append_eos": False}
+    manifest |= {"tokenizer_specs": [s.fields for s in specs], "tokenizers": {}, "datasets": {}}
     cut = sidecar is None  # the hub's documents must give the challenge's pieces
-    models = build_datasets(specs, docs, num_docs, cut, manifest, output)
+    models = {spec.model_path: make_model(spec, read_texts(docs, spec), cut) for spec in specs}
+    check_replaced(args, specs, digest, models)
+    build_datasets(specs, models, docs, num_docs, manifest, output)
+    if files.hash_file(docs) != digest:
+        raise ValueError(f"{docs} changed while it was read: run the command again")
     publish(manifest, models, copies, output)
     for spec in specs:
         print_report(spec, manifest["datasets"][spec.dataset], output)
@@ -410,16 +432,16 @@ def main(arguments: list[str] | None = None) -> None:
     add, docs_help = parser.add_argument, "text or JSON lines, folders, - for stdin (the hub's)"
     add("--output-root", type=files.path, required=True)
     add("--docs", nargs="+", action="extend", metavar="FILE", help=docs_help)
-    add("--shuffle", type=number(int, 0), metavar="SEED", help="shuffle your own documents")
+    add("--shuffle", type=files.number(int, 0), metavar="SEED", help="shuffle your own documents")
     add("--repo-id", default=files.REPO_ID)
     add("--remote-root", default=files.REMOTE_ROOT)
-    which, size = parser.add_mutually_exclusive_group(), number(int, 1, 2**16)
+    which, size = parser.add_mutually_exclusive_group(), files.number(int, 1, 2**16)
     which.add_argument("--vocab-size", type=size, metavar="N", help="make one tokenizer")
     which.add_argument("--tokenizer-config", type=files.path, default=HERE / "tokenizer_specs.json")
-    add("--num-val-docs", type=number(int, 0), metavar="N", help="default: 5 %% of your own")
-    shard_size = number(int, 1, 2**31 - 1)  # a shard counts tokens in an int32
+    add("--num-val-docs", type=files.number(int, 0), metavar="N", help="default: 5 %% of your own")
+    shard_size = files.number(int, 1, 2**31 - 1)  # a shard counts tokens in an int32
     add("--chunk-tokens", type=shard_size, default=100_000_000, metavar="N", help="of a shard")
-    add("--tokenizer-train-docs", type=number(int, 1), metavar="N", help="train on the first N")
+    add("--tokenizer-train-docs", type=files.number(int, 1), metavar="N", help="use the first N")
     add("--caseops", action="store_true", help="mark capitals (see README.md)")
     add("--skip-byte", action="store_true", help=argparse.SUPPRESS)  # older commands have it
     reuse = {"type": size_and_model, "metavar": "VOCAB_SIZE=MODEL", "action": "append"}

@@ -6,6 +6,8 @@ the tokens as little-endian uint16. This module must not need numpy, which the d
 
 import argparse
 import contextlib
+import errno
+import hashlib
 import json
 import math
 import os
@@ -132,6 +134,15 @@ def check_outputs(inputs: list[Path | int], outputs: list[Path]) -> None:
             raise ValueError(f"{output} is an input, and would be overwritten: copy or rename it")
 
 
+def hash_file(path: Path, digest: Any = None) -> str:
+    """Return a file's hash in hexadecimal: SHA-256, or that of a hashlib object."""
+    digest = digest or hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(2**20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
 def write_file(path: Path, *parts: Any) -> None:
     """Write the parts (bytes, arrays or open files) to a temporary file and rename it, so that
     `path` is always a complete file, even if several processes write it at once."""
@@ -141,6 +152,12 @@ def write_file(path: Path, *parts: Any) -> None:
         with open(temporary, "wb") as file:
             for part in parts:
                 file.writelines(part if isinstance(part, Iterator) else [part])
+            file.flush()
+            try:
+                os.fsync(file.fileno())  # else a power cut could leave an empty file
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                    raise  # the three mean: no fsync here
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 import io
 import itertools
-import lzma
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,13 +16,8 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 # The challenge's settings for SentencePiece's trainer.
 TRAINER_SETTINGS: dict[str, Any] = {
-    "model_type": "bpe",
-    "character_coverage": 0.999,
-    "byte_fallback": True,
-    "split_digits": True,
-    "normalization_rule_name": "nmt_nfkc",
-    "add_dummy_prefix": False,
-    "minloglevel": 2,
+    "model_type": "bpe", "character_coverage": 0.999, "byte_fallback": True, "split_digits": True,
+    "normalization_rule_name": "nmt_nfkc", "add_dummy_prefix": False, "minloglevel": 2,
     "pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3,
 }  # fmt: skip
 
@@ -77,10 +72,13 @@ def check_fields(fields: dict[str, Any]) -> None:
             raise ValueError(f"{field!r} is not a field: use {', '.join(sorted(FIELDS))}")
         if type(value) is not FIELDS[field]:
             raise ValueError(f"{field} {value!r} must be of type {FIELDS[field].__name__}")
-    if not 1 <= fields.get("vocab_size", 1) <= MOST_PIECES:
-        raise ValueError(f"vocab_size {fields['vocab_size']} must be 1 to {MOST_PIECES}")
-    if fields.get("tokenizer_train_docs", 1) < 1:
-        raise ValueError(f"tokenizer_train_docs {fields['tokenizer_train_docs']} must be 1 or more")
+    for field, most in (("vocab_size", MOST_PIECES), ("tokenizer_train_docs", math.inf)):
+        if not 1 <= fields.get(field, 1) <= most:
+            raise ValueError(f"{field} {fields[field]} must be 1 to {most}")
+    for field in ("dataset_suffix", "model_prefix"):
+        name = fields.get(field, field)
+        if "/" in name or not name or not name.isprintable():
+            raise ValueError(f"{field} {name!r} must be a part of a file's name, without a slash")
     both = caseops.TRAINER_SETTINGS.keys() & fields.get("trainer_overrides", {})
     if fields.get("caseops") and both:
         raise ValueError(f"caseops sets {min(both)} itself: leave it out of trainer_overrides")
@@ -90,8 +88,6 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
     """Make a spec from an entry, and read a model to reuse. Raises ValueError or OSError."""
     fields = {field: value for field, value in entry.items() if value is not None}
     size = fields.get("vocab_size")
-    if isinstance(size, str) and size.isdecimal():
-        size = fields["vocab_size"] = int(size)
     default = "byte" if fields.get("dataset_suffix") == "byte260" else KIND
     kind = str(fields.get("kind", fields.get("builder", default))).rpartition(":")[2]
     if "byte" in kind:
@@ -115,10 +111,9 @@ def read_spec(entry: dict[str, Any], overrides: dict[str, Any], reused: dict[int
         if sp.piece_to_id("\u2581") == sp.unk_id():
             lacks = f"{path} has no piece for a single space, which becomes three tokens"
             print(f"WARNING: {lacks} or <unk>: a tokenizer that you train here has one")
-        pieces = sp.vocab_size()
-        size = size or pieces
-        if pieces > size:
-            raise ValueError(f"{path} has {pieces} pieces, more than vocab_size {size}: raise it")
+        size = size or sp.vocab_size()
+        if sp.vocab_size() > size:
+            raise ValueError(f"{path} has {sp.vocab_size()} pieces, not {size}: raise vocab_size")
     if size is None:
         raise ValueError("it has no vocab_size and no reuse_model_path: set one")
     name = fields.get("name", f"sp_bpe_{size}") + suffix
@@ -134,7 +129,7 @@ def read_specs(source: Path | int, overrides: dict[str, Any], reused: dict[int, 
     entries = [{"vocab_size": source}] if isinstance(source, int) else files.read_json(source)
     if isinstance(entries, dict):
         entries = entries.get("tokenizer_specs", entries.get("tokenizers"))
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+    if not (isinstance(entries, list) and entries and all(isinstance(e, dict) for e in entries)):
         raise ValueError(f"{place} must be a list of objects, or have one under tokenizer_specs")
     taken: set[str] = set()  # names, datasets and files
     specs = []
@@ -151,8 +146,6 @@ def read_specs(source: Path | int, overrides: dict[str, Any], reused: dict[int, 
     unused = reused.keys() - {spec.fields.get("vocab_size") for spec in specs if spec.reused}
     if unused:
         raise ValueError(f"--reuse-sp-model {min(unused)}: no tokenizer of {place} has this size")
-    if not specs:
-        raise ValueError(f"{place} has no tokenizer to make: use --vocab-size instead")
     return specs
 
 
@@ -174,8 +167,7 @@ def make_model(spec: Spec, texts: Iterable[str], cut: bool) -> bytes:
     settings = {"vocab_size": spec.fields["vocab_size"], "hard_vocab_limit": False}
     settings |= spec.fields.get("trainer_overrides", {})
     settings |= caseops.TRAINER_SETTINGS if spec.fields.get("caseops") else {}
-    # The piece for a single space, which a text with few spaces would not give. A tokenizer that
-    # has it anyway stays the same.
+    # The piece for a single space, which a text with few spaces would not give.
     settings["required_chars"] = "".join([*settings.get("required_chars", ""), "\u2581"])
     try:
         limit = int(settings.get("max_sentence_length", 4192))  # SentencePiece's default
@@ -205,6 +197,10 @@ def encode_texts(sp: SentencePieceProcessor, threads: int, texts: list[str]) -> 
 
 def lzma_score(texts: Iterable[str]) -> str:
     """Return a line: xz's bits per byte of the validation texts, or of their first 10 MB."""
+    try:
+        import lzma
+    except ImportError:
+        return "lzma_bpb is not known: this Python was built without liblzma"
     data = "".join(map(caseops.normalize, texts)).encode()[: 10**7]  # the bytes that count
     bpb = 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / max(len(data), 1)
     return f"lzma_bpb:{bpb:.4f} (xz -9e on {len(data)} validation bytes)"

@@ -77,6 +77,15 @@ def test_a_wrong_tokenizer_gives_one_error(capsys, folder, tokenizer, tmp_path):
     assert "no val token is BOS (1): set --tokenizer" in line
 
 
+def test_a_hole_and_a_split_without_text_are_found(capsys, folder, tokenizer):
+    """No manifest is needed: an unfinished download may have zeros in its middle."""
+    tokens = read_shard(folder / TRAIN)
+    write_shard(folder / TRAIN, [*tokens[:2100], *[0] * 999, *tokens[2100:]])
+    assert f"{TRAIN}: 500 equal tokens from 2500 on" in check(capsys, folder, tokenizer)[1][0]
+    write_shard(folder / VAL, [1, 1, 1])
+    assert "the val documents have no text" in check(capsys, folder, tokenizer)[1][0]
+
+
 def test_counts_must_be_those_of_the_manifest(capsys, folder, tokenizer, tmp_path):
     """The tool compares each number. Having only the first train shards is fine."""
     write_manifest(folder, stats={"files_train": 80, "tokens_train": 10**9, "tokens_val": 1500})

@@ -1,5 +1,7 @@
 """Shards and bad shards; the helpers of data/files.py. (Ranks: test_loader_sharding.py.)"""
 
+import contextlib
+import errno
 import os
 import re
 from argparse import ArgumentTypeError
@@ -54,7 +56,7 @@ def test_a_token_outside_the_vocabulary_names_its_shard(tmp_path):
     pattern = write_counting_shards(tmp_path, [385, 3])  # up to 387
     loader = DistributedTokenLoader(pattern, 0, 1, "cpu", vocab_size=385)
     loader.next_batch(384, 12, 1)
-    with pytest.raises(InputError, match="fineweb_train_000001.bin.* 387 .*VOCAB_SIZE=385"):
+    with pytest.raises(InputError, match="000001.bin.* 387 .*another tokenizer.*385.*_PATH"):
         loader.next_batch(12, 12, 1)
 
 
@@ -77,6 +79,20 @@ def test_a_containers_quota_limits_the_cores(tmp_path, monkeypatch):
     for quota, cores in (("150000 100000", 2), ("max 100000", 8), ("", 8)):
         (tmp_path / "cpu.max").write_text(quota)
         assert files.cores() == cores
+
+
+@pytest.mark.parametrize("code, names", [(errno.EINVAL, ["a"]), (errno.EIO, [])])
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, code, names):
+    """A file system may have no fsync(), but if a disk fails, no file is left."""
+
+    def sync(descriptor: int) -> None:
+        assert os.fstat(descriptor).st_size == 4 and not (tmp_path / "a").exists()
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with contextlib.suppress(OSError):
+        files.write_file(tmp_path / "a", b"text")
+    assert [path.name for path in tmp_path.iterdir()] == names
 
 
 def test_writers_of_one_file_have_their_own_temporary_files(tmp_path):

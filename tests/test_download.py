@@ -34,9 +34,10 @@ def repository(tmp_path_factory, tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     write_documents(folder / DOCS, [chr(0x4E00 + number) * 100 for number in range(13)])
     (folder / SIDECAR).write_text('{"docs_val": 4}')
-    arguments = f"--output-root {folder} --vocab-size 1024 --chunk-tokens 1000"
-    arguments += f" --docs {folder / DOCS} --reuse-sp-model 1024={tokenizer}"
-    rebuild.main(arguments.split())
+    for size, tokens in ((1024, 1000), (1000, 700)):  # the manifest's shard_size is the latter's
+        arguments = f"--output-root {folder} --vocab-size {size} --chunk-tokens {tokens}"
+        arguments += f" --docs {folder / DOCS} --reuse-sp-model {size}={tokenizer}"
+        rebuild.main(arguments.split())
     return folder
 
 
@@ -126,17 +127,18 @@ def test_the_hubs_documents_give_its_shards(hub, tokenizer, monkeypatch):
 
 
 def test_an_existing_tokenizer_is_kept(hub, capsys):
-    """A shard of another size is kept, too. A line says so, but not of the hub's own files."""
-    own, shard = hub.root / MODEL, hub.root / VAL[0]
+    """So is a shard of another size, or a link to one. A line says so, but not of the hub's."""
+    own, shard, link = hub.root / MODEL, hub.root / VAL[0], hub.root / TRAIN[0]
     own.parent.mkdir(parents=True)
     shard.parent.mkdir(parents=True)
     own.write_bytes(b"a model of one's own")
     write_shard(shard, [1] * 999)
+    link.symlink_to(write_shard(hub.root / ("a" * 64), [1] * 999))  # a name like a hash
     for _ in range(2):
         download(hub.root, train_shards=1)
         assert own.read_bytes() == b"a model of one's own"
         kept = re.findall("^(.*) was there and is kept", capsys.readouterr().err, re.M)
-        assert kept == [str(shard), str(own)]
+        assert kept == [str(link), str(shard), str(own)]
 
 
 def test_an_error_is_one_line(hub, tmp_path):

@@ -120,7 +120,7 @@ def test_specs_that_players_have_are_accepted(tmp_path):
         "sp_bpe_9 d fineweb_9_bpe":
             {"kind": "sentencepiece", "vocab_size": 9, "name": None, "dataset_suffix": "d"},
         "sp_bpe_7 sp7 p":
-            {"builder": "a:build_sentencepiece_tokenizer", "vocab_size": "7", "model_prefix": "p"},
+            {"builder": "a:build_sentencepiece_tokenizer", "vocab_size": 7, "model_prefix": "p"},
     }  # fmt: skip
     path = tmp_path / "specs.json"
     for expected, entry in players.items():
@@ -132,6 +132,10 @@ def test_specs_that_players_have_are_accepted(tmp_path):
     for entry in ({"kind": "byte"}, {"dataset_suffix": "byte260"}, {"builder": "a:pure_byte"}):
         path.write_text(json.dumps([OUR_SPEC, entry]))
         with pytest.raises(ValueError, match="tokenizer 2: train_gpt.py cannot train on bytes"):
+            read_specs(path, {}, {})
+    for field, name in (("dataset_suffix", "a/b"), ("model_prefix", "../x"), ("model_prefix", "")):
+        path.write_text(json.dumps([{"vocab_size": 9, field: name}]))
+        with pytest.raises(ValueError, match=f"1: {field} .* without a slash"):
             read_specs(path, {}, {})
     path.write_text('[{"vocab_size": 9}, {"vocab_size": 9, "name": "n"}]')
     with pytest.raises(ValueError, match="2: fineweb10B_sp9 is another"):
@@ -188,15 +192,41 @@ def test_a_short_split_is_named(tmp_path, tokenizer, capsys):
 
 
 def test_documents_of_plain_text_and_json_lines(tmp_path):
-    """Text is cut at a blank line after 2,000 bytes without CR. JSON lines may have any name."""
+    """Text is cut at a blank line after 2,000 bytes without CR, and read in parts of 16 MB. Of JSON
+    lines, which may have any name, half are objects. A bad one is named."""
     a, b, c, d, e = ("\u00e9\n" + f"{letter}\n" * 350 for letter in "abcde")
     text, path = "\n\n".join(["\ufeff\n", a, b, c, d, f"{e}\n"]), tmp_path / "my.txt"
     for ends in ("\n", "\r\n"):
         path.write_bytes(text.replace("\n", ends).encode())
         documents = [re.sub("\n+", "\n", text) for text in rebuild.read_documents(path)]
         assert documents == [f"{a}{b}{c}".strip(), f"{d}{e}".strip()]
+    long = [f"{number:04} " * (8000 + number) for number in range(900)]
+    path.write_text("\n\n \n".join(long))
+    assert list(rebuild.read_documents(path)) == [text.strip() for text in long]
+    path.write_text('{"text": "a"}\nis one line\nof JSON lines')
+    assert len(list(rebuild.read_documents(path))) == 1
     path.write_text('\n{"id": 1, "text": "a \\ud800"}\n\n{"text": "b"}\n')
     assert list(rebuild.read_documents(path)) == ["a ?", "b"]
+    digits = '{"n": 1%s}' % ("0" * 5000)
+    for line, why in (("{}", "KeyError"), ("[" * 10**5, "Recursion"), (digits, "4300 digits")):
+        path.write_text(f'{line}\n{{"text": "a"}}\n{{"text": "b"}}\n')
+        with pytest.raises(ValueError, match=f'{path}: line 1 must be {{"text": "..."}} .*{why}'):
+            list(rebuild.read_documents(path))
+
+
+@pytest.mark.parametrize("texts", [TEXTS[:20], TEXTS * 2])
+def test_text_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch, texts):
+    """In one reading, or between two. Nothing takes its place."""
+    docs, text, make_model = tmp_path / "my.txt", "\n\n".join(TEXTS), rebuild.make_model
+    change = functools.partial(docs.write_text, "\n\n".join(texts))
+    monkeypatch.setattr(rebuild, "make_model", lambda *args: change() and make_model(*args))
+    docs.write_text(text)
+    assert "my.txt changed while it was read" in failure(tmp_path, docs=[docs])
+    assert not [*(tmp_path / "out").glob("*/*/*.bin"), *(tmp_path / "out").glob("*.json")]
+    next(documents := rebuild.read_documents(docs))
+    docs.write_text(text)
+    with pytest.raises(ValueError, match="my.txt changed while it was read"):
+        list(documents)
 
 
 def test_documents_of_several_files_and_folders(tmp_path, tokenizer, capsys):
@@ -287,7 +317,28 @@ def test_only_on_request_is_another_texts_dataset_replaced(tmp_path, tokenizer):
     assert "tokenizers/one.model is of other" in failure(tmp_path, specs=[model], docs=[a])
 
 
+def test_only_on_request_is_another_datasets_tokenizer_replaced(tmp_path):
+    """A command of the same documents may share it, but not replace its file or its entry."""
+    write_documents(tmp_path / "docs.jsonl")
+    for name in ("first", "second"):
+        run(tmp_path, specs=[{"vocab_size": 384, "dataset_suffix": name}])
+    other = {"vocab_size": 384, "dataset_suffix": "second", "tokenizer_train_docs": 9}
+    for spec in (other, {**other, "name": "new"}, {**other, "model_prefix": "new"}):
+        assert "fineweb_384_bpe.model is of other" in failure(tmp_path, specs=[spec])
+    run(tmp_path, specs=[{**other, "name": "new", "model_prefix": "new"}])
+    assert check_dataset.main([f"{tmp_path}/out/datasets/fineweb10B_first"]) == 0
+    run(tmp_path, "--replace", specs=[other])
+
+
 def test_errors_are_one_line(tmp_path):
+    """Validation may have no document, but both splits must have text."""
+    empty = ["", " \n", "\u200b\x01"]
+    for texts, count, split in ((empty + TEXTS, 3, "val"), (TEXTS + empty, 40, "train")):
+        docs = write_documents(tmp_path / "docs.jsonl", texts)
+        assert f"3 documents for {split}, none" in failure(tmp_path, "--num-val-docs", count)
+    alone = write_documents(tmp_path / "alone.jsonl", TEXTS[:1])
+    assert "0 documents for train" in failure(tmp_path, docs=[alone])
+    run(tmp_path, "--num-val-docs", 0)
     (tmp_path / "a").write_bytes(b"caf\xe9")
     message = failure(tmp_path, docs=[tmp_path / "a"])
     assert re.search("/a: .*after 'caf' is not UTF-8: iconv -c .*a > fixed.txt", message)
@@ -296,6 +347,9 @@ def test_errors_are_one_line(tmp_path):
     assert "vocab_size 262 is too small" in message
     (tmp_path / SIDECAR).write_text('{"docs_val": null}')
     assert "get 50000" in failure(tmp_path, docs=[docs])
+    for key, value in {"num_docs": 80, "docs_sha256": "0" * 64}.items():  # half was downloaded
+        (tmp_path / SIDECAR).write_text(json.dumps({"docs_val": 4, key: value}))
+        assert f"has another {key} than {SIDECAR}" in failure(tmp_path, docs=[docs])
     part = write_documents(tmp_path / "out/docs_piped.part")
     os.mkfifo(tmp_path / "pipe")
     assert f"{part} is an input" in failure(tmp_path, docs=[tmp_path / "pipe", part])

@@ -73,7 +73,7 @@ MISTAKES = {
         2,
         {**ALONE, "def accumulate(": AVERAGING, ADAM: "Averaging(model.parameters(), lr=1e-3)"},
         "optimizer short",
-        "exchanges them itself",
+        "the optimizer does it",
     ),
     "exchanged in each": (2, {WAITS: "waits = False"}, "often right short", "in 4 of 4"),
     "short last window": (

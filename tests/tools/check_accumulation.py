@@ -348,8 +348,6 @@ def finish(code: int | None = None) -> None:
     while len(list(Path(FOLDER).glob("end*"))) < ranks and time.monotonic() < latest:
         time.sleep(0.02)
     if code is not None:  # else the interpreter is about to leave
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
         REAL["exit"](code)
 
 
@@ -391,8 +389,7 @@ often note: gradients are exchanged in {0} of {1} micro-steps: one is enough, th
 short note: steps have from {0} to {1} micro-steps
 skipped note: the GradScaler left out a step
 reentrant note: reentrant checkpointing ran with use_reentrant=False
-optimizer unknown: no gradient reaches another rank before the optimizer, yet the weights stay
-    equal: the optimizer exchanges them itself
+optimizer unknown: no gradient is exchanged, but the weights stay equal: the optimizer does it
 uncertain unknown: the weights are uncertain by {0:.2f}: micro-batches have nearly the same
     gradient, or most of it has another source: try other steps
 loss unknown: no loss function that this program knows: compute the loss with F.cross_entropy
@@ -466,8 +463,8 @@ def read_step(name: str, facts: list[dict], before: list[Any]) -> SimpleNamespac
     )
 
 
-def judge(step: SimpleNamespace, usual: int) -> dict[str, str]:
-    """Sentences by their key in FINDINGS. usual: the most micro-steps of a step of this run."""
+def judge(step: SimpleNamespace, usual: int, span: list[float]) -> dict[str, str]:
+    """Sentences by their key in FINDINGS. Of all steps, usual: most micro-steps, span: of table."""
     found, ranks, micro_steps, facts = {}, len(step.table), step.micro.max(), step.facts[0]
     weights = {tuple(fact["weights"]) for fact in step.facts}
     prints = [{batch["fingerprint"] for batch in fact["batches"]} - {0} for fact in step.facts]
@@ -491,7 +488,7 @@ def judge(step: SimpleNamespace, usual: int) -> dict[str, str]:
     if not step.is_known:
         found["loss"] = TEXTS["loss"]
     elif not found:
-        judge_weights(step, micro_steps, usual, found)
+        judge_weights(step, usual, span, found)
     if len(weights) > 1 and not {"data", "apart", "stay"} & found.keys():
         found["differ"] = TEXTS["differ"]
     if step.rest > 0.01:
@@ -502,11 +499,9 @@ def judge(step: SimpleNamespace, usual: int) -> dict[str, str]:
     return found
 
 
-def judge_weights(
-    step: SimpleNamespace, micro_steps: int, usual: int, found: dict[str, str]
-) -> None:
+def judge_weights(step: SimpleNamespace, usual: int, span: list[float], found: dict) -> None:
     """Does each target weigh the same? If not, which mistake gives these weights?"""
-    R, M, targets = len(step.table), micro_steps, int(step.counts.sum())
+    R, M, targets = len(step.table), step.micro.max(), int(step.counts.sum())
     tolerance = min(max(0.002, 4 * step.error, 2 * step.rest), 0.03)
     if step.high > 1.01:
         found["inside"] = TEXTS["inside"].format(step.low, step.high)
@@ -516,10 +511,10 @@ def judge_weights(
         factor = float((step.table / expected).mean())
         if np.abs(step.table / expected - factor).max() <= tolerance * max(1.0, abs(factor)):
             if key:
-                found[key] = TEXTS[key].format(step.table.min(), step.table.max())
+                found[key] = TEXTS[key].format(*span)
             break
     else:
-        found["unequal"] = TEXTS["unequal"].format(step.table.min(), step.table.max())
+        found["unequal"] = TEXTS["unequal"].format(*span)
         return
     if abs(factor - 1) <= max(tolerance, 0.005):
         return
@@ -533,7 +528,9 @@ def judge_weights(
         (1 / M / R, f"divided twice by the {M} micro-steps and the {R} ranks: divide once"),
         *((targets / n, "a sum over targets in place of a mean") for n in {1, R, M, M * R}),
     ]
-    names = [text for value, text in factors if abs(factor / value - 1) < 0.01]
+    names = [
+        text for value, text in factors if abs(factor / value - 1) < 0.01 and "the 1 " not in text
+    ]
     key = "factor" if names else "common"
     found[key] = TEXTS[key].format(factor, "; or ".join(names[:2]))
 
@@ -576,10 +573,11 @@ def check(ranks: int, code: int | None, args: Any, folder: Path) -> tuple[list, 
             before[part] = [fact["rows"][0] for fact in facts]
     steps = [step for step in fitted if step is not None]
     micro_steps = [step.micro.max() for step in steps]
+    span = [f([f(step.table) for step in steps] or [0]) for f in (np.min, np.max)]
     print(f"{ranks} rank{'s' * (ranks > 1)}")
     for step in steps:
         show(step)
-        found = judge(step, max(micro_steps)) | found
+        found = judge(step, max(micro_steps), span) | found
     if len(set(micro_steps)) > 1:
         found["short"] = TEXTS["short"].format(min(micro_steps), max(micro_steps))
     for key in [key for rank in told for key in rank["notes"]] + ["tensors"] * (None in fitted):
@@ -605,10 +603,8 @@ def check(ranks: int, code: int | None, args: Any, folder: Path) -> tuple[list, 
 
 def show(step: SimpleNamespace) -> None:
     rows = {"targets": [f"{count:,}" for count in step.counts]}
-    rows |= {
-        f"rank {r} counts": [f"{round(w, 2) + 0:.2f}" for w in row]
-        for r, row in enumerate(step.table)
-    }
+    table = np.round(step.table, 2) + 0.0  # no -0
+    rows |= {f"rank {r} counts": [f"{w:.2f}" for w in row] for r, row in enumerate(table)}
     print(f"  {step.name}")
     for name, words in rows.items():
         groups = [np.array(words)[step.owner == rank] for rank in range(len(step.table))]
