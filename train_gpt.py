@@ -1537,7 +1537,7 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"max_wallclock_seconds:{hp.max_wallclock_seconds:.3f}\n"
         f"seed:{hp.seed}\nknobs:{' '.join(knobs)}\n"
         f"device:{runtime.device} dtype:{runtime.dtype} compile:{runtime.compiled} "
-        f"cpu_threads:{torch.get_num_threads()}\ninput_crc32:{validation.inputs}"
+        f"cpu_threads:{torch.get_num_threads()}"
     )
     log_warnings(validation, runtime)
 

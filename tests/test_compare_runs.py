@@ -332,8 +332,8 @@ def test_scores_of_other_texts_are_refused(tmp_path, capsys):
     for tokenizer, last, code in ((7, 8, 2), (9, 6, 0), (7, 7, 0)):
         for path in paths:
             is_last = path == paths[-1]
-            crc = {"val_tokens": last if is_last else 7, "tokenizer": tokenizer * is_last or 7}
-            text = re.sub("(input_crc32.*\n)?seed:", f"input_crc32:{crc}\nseed:", path.read_text())
+            crc = f"val_tokens:{last if is_last else 7} tokenizer:{tokenizer * is_last or 7}"
+            text = re.sub("(input_crc32.*\n)?seed:", f"input_crc32 {crc}\nseed:", path.read_text())
             path.write_text(text)
         ended, out = compare(capsys, *sides, "--by=-1")
         refused = "not tested: SCORES OF DIFFERENT VALIDATION TEXTS (checksums 7, 8)" in out

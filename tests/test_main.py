@@ -104,7 +104,6 @@ def test_the_log_line_by_line(single, dataset, tokenizer):
         r"MAX_WALLCLOCK_SECONDS=0\.0 VOCAB_SIZE=384 NUM_LAYERS=3 MODEL_DIM=32 NUM_HEADS=4 "
         r"NUM_KV_HEADS=2",
         r"device:cpu dtype:torch.float32 compile:False cpu_threads:\d+",
-        r"input_crc32:\{'val_tokens': \d+, 'tokenizer': \d+\}",
         r"warmup_step:1/2",
         r"warmup_step:2/2",
         rf"step:0/6 {SCORE} {TIMES}",

@@ -29,7 +29,7 @@ FACTS = re.compile(
     r"|(?P<batch>train_batch_tokens:\d+ train_seq_len:(?P<seq_len>\d+)) "
     r"(?P<length>iterations:\d+) .*max_wallclock_seconds:(?P<time_limit>\S+)"
     r"|seed:(?P<seed>\d+)$"
-    r"|input_crc32:.*'val_tokens': (?P<val_crc>\d+), 'tokenizer': (?P<tokenizer_crc>\d+)"
+    r"|input_crc32 val_tokens:(?P<val_crc>\d+) tokenizer:(?P<tokenizer_crc>\d+)$"
     r"|resume:.* step:(?P<resumed>\d+) "
     r"|score:(?P<model>.*)"  # of score.py
     r"|peak memory allocated: (?P<peak_memory_mib>\d+) MiB"
