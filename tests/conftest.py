@@ -9,7 +9,7 @@ import sentencepiece
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("", "data", "tests/helpers", "tests/records", "tests/tools")
+FOLDERS = ("", "data", "tests/figures", "tests/helpers", "tests/records", "tests/tools")
 sys.path[:0] = [str(ROOT / name) for name in FOLDERS]
 
 import files  # noqa: E402

@@ -1,6 +1,6 @@
 """Simulate how many of a hundred changes each rule keeps, for the tools' page.
 
-    python tests/helpers/keep_rules.py      prints the table
+    python tests/figures/keep_rules.py      prints the table
 
 Losses are normal around the baseline's. The spreads are those of the demo with --quick."""
 
