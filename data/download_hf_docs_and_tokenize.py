@@ -154,7 +154,7 @@ def count_splits(docs: Path, num_val_docs: int | None, sidecar: Facts | None) ->
         problem = f"{docs} has {num_docs} documents, and validation cannot get {val!r}"
         raise ValueError(f"{problem}: set --num-val-docs, or another file after --docs")
     for split, part in (("val", has_text[:val]), ("train", has_text[val:])):
-        if not any(part) and (part or split == "train"):  # validation may have no document
+        if not any(part) and (part or (split == "train" and num_val_docs is None)):
             problem = f"{docs}: {len(part)} documents for {split}, none of them with text"
             raise ValueError(f"{problem}: set --num-val-docs, or add text (2,000 bytes a document)")
     return {"val": val, "train": num_docs - val}

@@ -4,7 +4,17 @@ import math
 
 import numpy as np
 import pytest
-from anytime import EFFECTS, claims_that_stand, describe, evidence, interval, quantile, verdict
+from anytime import (
+    EFFECTS,
+    EXIT_CODES,
+    claims_that_stand,
+    describe,
+    evidence,
+    interval,
+    quantile,
+    verdict,
+    welch,
+)
 from scipy import stats
 
 
@@ -17,6 +27,26 @@ def test_looks_after_each_pair_call_few_useless_changes_better(alpha):
     t = means / np.sqrt(variances / n)
     assert alpha / 5 < (t > [quantile(k, alpha) for k in n]).any(axis=1).mean() < alpha
     assert (t > stats.t.isf(0.01, n - 1)).any(axis=1).mean() > 0.05
+
+
+def test_runs_that_diverge_make_no_useless_change_better_and_some_worse():
+    """3,000 experiments of 16 pairs, without a gain. One run in 20 diverges, on both sides alike.
+    The share of worse is that of tests/figures/divergence.py."""
+    random = np.random.default_rng(0)
+    losses = random.standard_normal((3000, 16, 2))
+    losses[random.random(losses.shape) < 0.05] = math.inf
+    words = []
+    for pairs in losses:
+        gains, word = [], "not yet"
+        for baseline, candidate in pairs[pairs[:, 0] < math.inf]:
+            gains.append(baseline - candidate)
+            word = verdict(gains)
+            if word != "not yet":
+                break
+        words.append(word)
+        assert evidence(gains) >= 20 if word == "better" else evidence(gains) < 20
+    assert 0.01 < words.count("better") / 3000 <= 0.05
+    assert words.count("worse") / 3000 == pytest.approx(0.22, abs=0.02)
 
 
 @pytest.mark.parametrize("n, t", [(2, -3), (3, 25), (6, 1), (30, 15)])
@@ -49,6 +79,20 @@ def test_verdicts(mean, by, word):
     low, high = interval(gains)
     assert high - mean == pytest.approx(mean - low) == pytest.approx(0.0023, abs=5e-5)
     assert verdict(gains, by) == word
+
+
+@pytest.mark.parametrize(
+    "gain, by, word",
+    [(0.01, 0.005, "better"), (0.0052, 0.005, "not better"), (0.0, 0, "not better"),
+     (-0.01, 0.005, "worse"), (-0.01, -0.02, "better"), (-0.01, -0.0099, "not better"),
+     (-0.01, -0.005, "worse"), (-0.0002, 0.005, "not better")],
+)  # fmt: skip
+def test_verdicts_of_welchs_test(gain, by, word):
+    """It never says "not yet", which would invite further seeds. Only "better" has exit code 0."""
+    baseline = np.array([3.5, 3.501, 3.502, 3.503])
+    found, _, (low, high) = welch(list(baseline), list(baseline - gain), by, alpha=0.01)
+    assert found == word and (EXIT_CODES[word] == 0) == (word == "better")
+    assert low + high == pytest.approx(2 * gain)
 
 
 def test_two_pairs_can_say_no_without_limits_but_not_yes():

@@ -1,5 +1,6 @@
 """A stopped or killed run resumes from its checkpoint and ends with the same bits."""
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import kill_worker
 import pytest
+import runs
 import torch
 from runs import TORCHRUN, failed, finished, run_here, run_ranks, same_models, scores, send_signals
 from scripts import read
@@ -124,6 +126,46 @@ def test_other_train_shards_are_named(copied, long_knobs, dataset):
     torch.save({**saved, "stream": (2, 7)}, copied / CHECKPOINT)
     result = run_here(copied, {**environ, "RUN_ID": "other"})
     failed(result, str(CHECKPOINT), "DATA_PATH")
+
+
+def test_a_checkpoint_of_other_shards_or_optimizers_changes_nothing(copied, long_knobs):
+    """An optimizer of another kind is found, too: SGD has no betas."""
+    state = train_gpt.TrainingState(train_gpt.Hyperparameters.from_env(long_knobs), runs.ALONE)
+    before = state.state_dict()["model"]
+    saved = torch.load(copied / CHECKPOINT, weights_only=True)
+    for part, value in [("stream", (2, 7)), ("optimizers", saved["optimizers"][:1])]:
+        with pytest.raises(train_gpt.InputError, match="shards" if part == "stream" else part):
+            state.load_state_dict({**saved, part: value})
+        torch.testing.assert_close(state.state_dict()["model"], before, rtol=0, atol=0)
+    for group in saved["optimizers"][0]["param_groups"]:
+        del group["betas"]
+    with pytest.raises(train_gpt.InputError, match="Adam .*: use its script"):
+        state.load_state_dict(saved)
+
+
+def test_the_speed_counts_the_tokens_that_were_trained(copied, long_knobs):
+    """Also after a resume with another batch. Older checkpoints do not count them."""
+    environ = {**long_knobs, "RESUME": "auto", "ITERATIONS": "16"}
+    saved = torch.load(copied / CHECKPOINT, weights_only=True)
+    finished(run_here(copied, {**environ, "TRAIN_BATCH_TOKENS": "1024"}))
+    del saved["tokens"]
+    torch.save(saved, copied / CHECKPOINT)
+    finished(run_here(copied, {**environ, "OUTPUT_DIR": "old", "RESUME": str(CHECKPOINT)}))
+    for folder, tokens in ((copied, 14 * 512 + 2 * 1024), (copied / "old", 16 * 512)):
+        facts = json.loads((folder / "final_result.json").read_text())
+        assert facts["tokens_per_second"] * facts["train_ms"] == pytest.approx(1000 * tokens)
+
+
+@pytest.mark.parametrize("stopped_in", [None, 5])
+def test_without_its_newest_checkpoint_a_run_fails(tmp_path, long_knobs, monkeypatch, stopped_in):
+    """After its score, or stopped by a signal."""
+    send_signals(monkeypatch, stopped_in, signal.SIGTERM)
+    (tmp_path / "checkpoints").write_bytes(b"")
+    environ = {**long_knobs, "ITERATIONS": "6", "CHECKPOINT_EVERY": "3"}
+    result = run_here(tmp_path, environ)
+    last = result.stdout.splitlines()[-1]
+    assert (result.returncode, result.stderr) == (1, "")
+    assert last.endswith(": not saved") if stopped_in else last.startswith("final_int8")
 
 
 def test_the_current_dtype_and_rates_apply_the_rest_of_a_group_resumes(tmp_path, long_knobs):

@@ -88,8 +88,7 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
         subprocess.run(command, cwd=tmp_path, env=process_environ(environ), check=True)
     script.write_text(SCRIPT.read_text())
     monkeypatch.setattr(experiment, "SCRIPT", tmp_path / "current.py")
-    picture = tmp_path / "new" / "pairs.png"
-    code, output, errors = run("--picture", str(picture), GIT_DIR=str(tmp_path), **environ)
+    code, output, errors = run(GIT_DIR=str(tmp_path), **environ)
     last, row = last_line(output), ledger(out)[-1]
     assert (out / "baseline.py").read_text() == old
     gains = [loss(out, row, "baseline", n) - loss(out, row, "candidate", n) for n in (1, 2, 3)]
@@ -99,13 +98,15 @@ def test_an_edit_is_compared_with_the_last_commit_until_the_verdict_is_sure(
     assert (last["pairs"], last["unit"], last["verdict"], code) == ("3", "nats", "better", 0)
     assert row["change"].startswith(f"+ {line} #")
     assert re.search(r"^time of a step: \d\.\d+ times", output, re.M) and errors == ""
+    assert "WARNING: 6 steps say little" in output
     command = r".* NUM_LAYERS=3 .* python .*experiment.py'? --out .* --seeds 4 5 6 7$"
     assert re.search(rf"fresh seeds\n    {command}", output, re.M)
     again = run("--seeds", "1", "2", "3", **environ)[1]
     assert again.count(" --seeds ") == 1 and "--seeds 4 5 6 7\n" in again
     [command] = re.findall(r"^    python .*runs.py'? (.*)--picture pairs.png$", again, re.M)
+    picture = tmp_path / "new" / "pairs.png"
     with pytest.raises(SystemExit, match="0"):
-        compare_runs.main(shlex.split(command))
+        compare_runs.main([*shlex.split(command), "--picture", str(picture)])
     gain, rule = re.search(r"gain: (.*)\nrule: (evidence of pairs, level 0.05):", again).groups()
     compared = capsys.readouterr().out
     assert f"rule: {rule}; " in compared and f"seed: {gain}\n" in compared
@@ -156,6 +157,17 @@ def test_a_failed_run_ends_the_experiment_with_its_last_lines(tmp_path, run, out
     assert len(ledger(out)) == count and (out / "data").samefile(ROOT / "data")
 
 
+def test_a_change_that_diverges_is_worse_and_is_not_trained_again(tmp_path, run):
+    command = ["--set", "SCALAR_LR=1e20", "--seeds", "1", "2", "--out", str(tmp_path)]
+    for word in ("started, see", "worse: diverged at seed 1"):
+        code, output, errors = run(*command)
+        last, (row,) = last_line(output), ledger(tmp_path)
+        assert (code, last["verdict"], last["evidence"], errors) == (1, "worse", "0", "")
+        assert (row["verdict"], row["evidence"], row["diverged"]) == ("worse", "0", "1")
+        assert word in output and "changes tried: 1, better: 0" in output
+    assert "started" not in output and "steps say little" not in output
+
+
 def test_ctrl_c_stops_with_checkpoints_and_the_same_command_resumes(tmp_path, small, run):
     environ = {"ITERATIONS": "400", "TRAIN_LOG_EVERY": "5", "NUM_LAYERS": "1"}
     out = tmp_path / "out"
@@ -199,9 +211,9 @@ def test_user_errors_are_one_line_before_any_run(run):
         ("--set", "MATRIX_LR=x", "MATRIX_LR='x'"),
         ("--base", str(SCRIPT), "git show HEAD~1:"),
         ("--jobs", "-1", "argument --jobs: '-1' is not a whole number >= 1"),
-        ("--picture", f"{SCRIPT}/a.png", "name another file"),
+        ("--set", "MATRIX_LR=0.1 MATRIX_LR=0.1", "name each knob once"),
     ]:
-        code, output, errors = run(option, value)
+        code, output, errors = run(option, *value.split())
         assert (code, output, errors.count("\n")) == (2, "", 1) and words in errors
 
 
@@ -238,6 +250,72 @@ def test_variables_that_an_edit_reads_belong_to_its_runs(tmp_path):
         assert facts[0] == facts[1] != facts[2]
 
 
+def test_the_change_is_the_first_changed_line_of_the_file(tmp_path):
+    paths = [tmp_path / "old.py", tmp_path / "new.py"]
+    for old, new, change in [
+        ("x = 2\ny = 1\n", "# new\nx = 3\nb = 7\ny = 1\na = 5\n", "+x = 3 (lines changed: 4)"),
+        ("x = 2\ny = 1\n", "y = 1\na  =  5\n", "-x = 2 (lines changed: 2)"),
+        ("x = 2\n", "x = 2\na  =  5\n", "+a = 5"),
+        ("x = 2\n", "x = 2\n# y\n", ""),
+    ]:
+        for path, text in zip(paths, (old, new), strict=True):
+            path.write_text(text)
+        args = experiment.parse(["--base", str(paths[0]), "--script", str(paths[1])])
+        assert experiment.read_sources(args)[1] == change
+
+
+def test_knobs_of_one_side_are_repeated_and_secrets_are_not(tmp_path, small):
+    """A secret is a word of the name of a variable that is no knob."""
+    script, found, line = tmp_path / "mine.py", [], "    seed: int = 1337"
+    names = ["MY_TOKEN", "SECRET_PLACE", "MY_TOKENS", "monkey"]
+    text = SCRIPT.read_text().replace(line, f"    the_key: float = 1.0\n{line}")
+    script.write_text(f"{text}\nOWN = [os.environ.get(name) for name in {names}]\n")
+    words = ["--base", str(SCRIPT), "--script", str(script), "--out", str(tmp_path / "out")]
+    prepare = lambda: found.append(experiment.prepare(experiment.parse(words)))  # noqa: E731
+    environ = {**small, **dict.fromkeys(names, "it's 5"), "THE_KEY": "0.5", "OTHER_KEY": "6"}
+    run_here(tmp_path, environ, SimpleNamespace(main=prepare))
+    shown = "MY_TOKEN=... SECRET_PLACE=... MY_TOKENS={0} monkey={0} THE_KEY=0.5"
+    assert shown.format("it's 5") in found[0].row["knobs"]
+    assert shown.format(shlex.quote("it's 5")) in found[0].args.command
+    assert "OTHER_KEY" not in found[0].args.command and "ITERATIONS=6" in found[0].args.command
+    words += ["--set", "MY_TOKEN=7"]
+    result = run_here(tmp_path, environ, SimpleNamespace(main=lambda: experiment.main(words)))
+    assert "--set MY_TOKEN would be in the ledger: set it in" in result.stderr
+
+
+def test_a_large_file_is_read_once_and_counts_as_a_whole(tmp_path, knobs, run):
+    """An older version had checksums of pieces of it."""
+    data, out = shutil.copytree(knobs["DATA_PATH"], tmp_path / "data"), tmp_path / "out"
+    (shard, store), folders = (data / "fineweb_train_000009.bin", out / "data.json"), []
+    out.mkdir()
+    for name in ("lock", "ledger.tsv"):
+        (out / name).touch()
+
+    def find() -> str:
+        words = ["--out", str(out), "--set", "MATRIX_LR=0.1", "--minutes", "0"]
+        output = run(*words, DATA_PATH=str(data))[1]
+        folders.append(re.search(r"^baseline: (\S+)", output, re.M)[1])
+        return output
+
+    shard.write_bytes(bytes(100 * 2**20))
+    message = "runs of older versions are trained again"
+    assert message in find() and message not in find()
+    with open(shard, "r+b") as file:
+        file.seek(3 * 2**20)
+        file.write(b"1")
+    find()
+    # A checksum is not computed anew unless the file has changed.
+    text = store.read_text()
+    state = json.loads(text)
+    state[str(shard)][3] += 1
+    store.write_text(json.dumps(state))
+    find()
+    os.utime(shard)
+    find()
+    assert folders[0] == folders[1] and folders[2] == folders[4]
+    assert len(set(folders)) == 3
+
+
 def test_other_texts_are_not_compared_and_other_data_get_other_folders(
     tmp_path, dataset, run, monkeypatch
 ):
@@ -259,7 +337,7 @@ def test_other_texts_are_not_compared_and_other_data_get_other_folders(
         assert "the same command continues" in output
         verdict = last_line(output)["verdict"]
         assert (code, verdict, errors, ledger(tmp_path / "out")) == (1, "not_yet", "", [])
-    folders, sums = [], []
+    folders = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a GPU")
     for data, gpus in ((content, 0), (content[:-2] + b"\1\0", 0), (content, 1), (content, 0)):
         shard.write_bytes(data)
@@ -268,26 +346,28 @@ def test_other_texts_are_not_compared_and_other_data_get_other_folders(
         output = run(*words, "MATRIX_LR=0.1", HOME=home, **environ)[1]
         folders.append({*re.findall(r"^(?:baseline|candidate): (\S+)", output, re.M)})
     assert folders[0] == folders[3] and len(set.union(*folders)) == 6
-    for half in (b"0", b"1"):  # of a file that is too large to be read as a whole
-        shard.write_bytes(3 * 2**20 * b"0" + 3 * 2**20 * half)
-        sums.append(experiment.checksum(shard))
-    assert sums[0] != sums[1]
 
 
 def finished_pairs(folder: Path, *results: tuple, bpb=(0.5, 0.5)) -> experiment.Experiment:
-    """An experiment whose runs have these losses; those that lack one have not finished. bpb: bits
-    per byte of a loss of 1, by side."""
+    """An experiment whose runs have these losses; those that lack one have not finished. nan: the
+    run diverged. bpb: bits per byte of a loss of 1, by side."""
     hp = train_gpt.Hyperparameters(iterations=1)
     sides = [experiment.Side(name, train_gpt, [], {}, hp, folder / name) for name in ("old", "new")]
     pairs = []
     for seed, losses in enumerate(results, start=1):
-        pairs.append(tuple(experiment.Run(side, seed) for side in sides))
+        pairs.append(tuple(experiment.Job(side, seed) for side in sides))
         for run, loss, ratio in zip(pairs[-1], losses, bpb, strict=False):
             facts = {"val_loss": loss, "val_bpb": loss and loss * ratio, "train_ms": 1, "steps": 1}
-            run.folder.mkdir(parents=True)
-            (run.folder / "final_result.json").write_text(json.dumps(facts))
+            (run.folder / "logs").mkdir(parents=True)
+            if loss is not math.nan:
+                (run.folder / "final_result.json").write_text(json.dumps(facts))
+                continue
+            (run.folder / "logs" / f"seed-{seed}.txt").write_text(
+                "train_batch_tokens:8 train_seq_len:8 iterations:9 max_wallclock_seconds:0\n"
+                "step:1/9 train_loss:3.0 train_time:5ms step_avg:5ms\n"
+                "step:2/9 train_loss:nan train_time:9ms step_avg:4ms\n"
+            )
     args = experiment.Namespace(by=0.0, alpha=0.05, seeds=None, ledger=folder / "ledger.tsv")
-    args.minutes = math.inf
     args.deadline, args.command = math.inf, "python x.py --seeds 1"
     row = {"baseline": "old", "candidate": "new", "by": "0", "first_seed": "1"}
     return experiment.Experiment(args, pairs, row)
@@ -314,7 +394,6 @@ def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path
         found = finished_pairs(tmp_path / f"{new}", (3.0, 2.8), (3.0, 2.9))
         for run, tokens in zip(found.pairs[0], (1000, new), strict=True):
             log = run.folder / "logs" / "a.txt"
-            log.parent.mkdir()
             log.write_text(
                 f"{log}\nval_loader:x tokens:{tokens}\ntrain_batch_tokens:8 train_seq_len:16 "
                 "iterations:1 max_wallclock_seconds:0\nx val_loss:3.00000000 val_bpb:1.50000000\n"
@@ -329,16 +408,43 @@ def test_pairs_count_in_seed_order_up_to_the_first_that_is_not_finished(tmp_path
             run.result()
 
 
-def test_the_first_pair_tells_whether_three_fit(tmp_path, capsys):
-    """Two runs took a minute. A third was finished before, so the other three take 1.5 minutes."""
-    found = finished_pairs(tmp_path, (3.0, 2.8), (3.1,), ())
-    found.args.jobs, found.args.minutes, found.args.started = 1, 2, time.monotonic() - 60
-    for run in found.pairs[0]:
-        run.process = subprocess.Popen(["true"])
-        run.process.wait()
-    assert not found.is_over()
-    out = capsys.readouterr().out
-    assert re.search(r"three pairs.* 2\.\d minutes, MORE THAN --minutes 2", out)
+def test_a_candidate_that_diverges_ends_the_experiment_with_evidence_0(tmp_path, capsys):
+    """In all rows of the change and margin, also after fresh seeds."""
+    good = [(3.0, 2.8), (3.1, 2.89), (3.2, 3.01)]
+    found = finished_pairs(tmp_path, *good, (3.3, 3.1), (3.4, math.nan), *good)
+    for seeds, verdict in (([1, 2, 3], "better"), ([5, 6], "worse"), ([6, 7, 8], "worse")):
+        found.args.seeds = seeds
+        pairs = [found.pairs[seed - 1] for seed in seeds]
+        each = experiment.Experiment(found.args, pairs, {**found.row})
+        assert each.is_over()
+        code, output = each.report(), capsys.readouterr().out
+        last = last_line(output)
+        assert (last["verdict"], code) == (verdict, int(verdict == "worse"))
+        assert ("worse: diverged at seed 5\n" in output) == (verdict == "worse")
+        assert last["evidence"] == "0" or verdict == "better"
+    rows = ledger(tmp_path)
+    assert [row["seeds"] for row in rows] == ["1 2 3", "5", "6 7 8"]
+    assert {(row["evidence"], row["verdict"]) for row in rows} == {("0", "worse")}
+    diverged = found.pairs[4][1]
+    assert diverged.result()["val_loss"] == math.inf
+    (diverged.folder / "checkpoints").mkdir()  # it was stopped after a step that fp16 skipped
+    assert diverged.result() is None
+
+
+def test_a_pair_whose_baseline_diverges_does_not_count(tmp_path, capsys):
+    """Whatever its candidate did."""
+    nan = math.nan
+    found = finished_pairs(tmp_path, (nan, nan), (3.0, 2.8), (nan, 2.8), (nan,), (3.1, 2.89))
+    found.args.seeds = [1, 2, 3, 4, 5]
+    assert found.is_over() and found.gains == [pytest.approx(0.2), pytest.approx(0.21)]
+    warnings = re.findall(r"WARNING: old, seed (\d) diverged: its pair", capsys.readouterr().out)
+    (row,) = ledger(tmp_path)
+    assert warnings == ["1", "3", "4"]
+    assert (row["seeds"], row["first_seed"], row["pairs"]) == ("2 5", "2", "2")
+    assert row["evidence"] == f"{experiment.anytime.evidence(found.gains):.3g}"
+    found = finished_pairs(tmp_path / "b", (nan, nan), (nan, 3.0))
+    with pytest.raises(ValueError, match="the baseline diverged with all seeds: set lower"):
+        found.is_over()
 
 
 def test_training_ends_with_a_mean_below_zero_but_not_with_seeds(tmp_path):

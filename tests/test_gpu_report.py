@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import bench_step
 import gpu_report
 import pytest
-from runs import SCRIPT, run_here
+from runs import SCRIPT, failed, run_here
 
 import train_gpt
 
@@ -41,7 +41,11 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
     assert run_here(tmp_path, knobs, PROGRAM, ["--tiny"]).returncode == 1
     rows = [gpu_report.HOW, "FAILED: ValueError: broken", "FAILED: it took too long", "7<br>2"]
     assert [*read_report(tmp_path).values()] == rows
-    assert "knobs: DEVICE=cpu ITERATIONS=30\n" in (tmp_path / "gpu_report.md").read_text()
+    report = (tmp_path / "gpu_report.md").read_text()
+    assert "knobs: DEVICE=cpu ITERATIONS=30\n" in report
+    result = run_here(tmp_path, knobs, PROGRAM, ["--tiny"])
+    assert result.returncode == 2 and "gpu_report.md exists: move it away" in result.stderr
+    assert (tmp_path / "gpu_report.md").read_text() == report
 
 
 @pytest.mark.baseline
@@ -131,3 +135,9 @@ def test_flops_are_those_of_the_matrices(tied):
     vectors = sum(param.numel() for param in gpt.parameters() if param.ndim == 1) + 16
     flops = {"matrix products": 6 * (matrices + vectors), "attention": 6 * 4 * 8}
     assert bench_step.model_flops(gpt) == flops
+
+
+def test_a_vocabulary_that_does_not_fit_into_uint16_is_one_line(tmp_path):
+    bench = SimpleNamespace(main=lambda: train_gpt.leave(bench_step.main))
+    result = run_here(tmp_path, {"VOCAB_SIZE": "70000", "DEVICE": "cpu"}, bench)
+    assert "Traceback" not in failed(result, "VOCAB_SIZE=70000 is above 65536")

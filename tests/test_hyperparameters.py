@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import finished, run_here, same_models
+from runs import failed, finished, run_here, same_models
 
 from train_gpt import Hyperparameters, InputError
 
@@ -114,9 +114,26 @@ def test_the_environment_overrides_the_preset():
 def test_a_misspelled_knob_is_named_and_the_variables_of_a_usual_machine_are_not(tmp_path, knobs):
     usual = ("OMP_NUM_THREADS", "TORCH_LOGS", "TMPDIR", "LOCAL_WORLD_SIZE")  # the most similar ones
     environ = {**knobs, **dict.fromkeys((*usual, "NUM_LAYER", "iterations", "LR", "STEPS"), "")}
+    environ |= {"GRAD_ACCUM_STEPS": "8", "GRADIENT_ACCUMULATION_STEPS": "8"}
     log = finished(run_here(tmp_path, {**environ, "ITERATIONS": "0"}))
     named = [line for line in log if line.startswith("unknown_knob:")]
-    assert len(named) == 8 and log[-6:-2] == named[:4] == named[4:]  # again at the end
+    assert len(named) == 12 and log[-8:-2] == named[:6] == named[6:]  # again at the end
+    for name in ("GRADIENT_ACCUMULATION_STEPS", "GRAD_ACCUM_STEPS"):
+        assert f"{name} is ignored: set BATCH_SLOTS to accumulation steps x GPUs" in named.pop(0)
     meant = ("MATRIX_LR", "NUM_LAYERS", "ITERATIONS", "ITERATIONS")
     for line, knob in zip(named, meant, strict=False):
         assert line.endswith(f"did you mean {knob}?")
+
+
+def test_a_misspelled_knob_is_named_before_the_error_about_missing_data(tmp_path, knobs):
+    error = failed(run_here(tmp_path, {"preset": "demo", "DEVICE": "cpu"}), "DATA_PATH")
+    assert error.index("preset is ignored: did you mean PRESET?") < error.index("DATA_PATH")
+    wrong = {**knobs, "TOKENIZER_PATH": "x", "TOKENISER_PATH": "y"}
+    failed(run_here(tmp_path, wrong), "did you mean TOKENIZER_PATH?", "TOKENIZER_PATH='x'")
+
+
+def test_a_pattern_that_matches_no_parameter_is_an_error_that_names_the_nearest(tmp_path, knobs):
+    """The defaults have names that match none."""
+    patterns = "attn_scale,mlp_scale,mlp_scales,resid_mx,q_gain,skip_weight"
+    result = run_here(tmp_path, {**knobs, "CONTROL_TENSOR_NAME_PATTERNS": patterns})
+    failed(result, "CONTROL_TENSOR_NAME_PATTERNS", "resid_mx ", "did you mean resid_mix?")

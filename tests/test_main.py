@@ -4,10 +4,11 @@ import functools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import zlib
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import runs
 import torch
 from runs import ARTIFACT, MODEL, RESULT, SCRIPT, failed, finished, run_here, scores
 from texts import TEXTS, read_shard, train_tokenizer
+from trained import load_script
 
 import train_gpt
 from train_gpt import GPT, Hyperparameters
@@ -50,6 +52,13 @@ def test_help_shows_all_knobs_and_another_argument_is_an_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_numpy_one_line_names_the_environment(tmp_path):
+    command = [sys.executable, "-S", SCRIPT]  # without the installed packages
+    environ = runs.process_environ({})
+    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    [line] = failed(result, "numpy", ". .venv/bin/activate").splitlines()
+
+
 def test_a_run_goes_on_after_the_end_of_its_pipe(tmp_path, knobs):
     line = f"{shlex.join([sys.executable, str(SCRIPT)])} | true; exit ${{PIPESTATUS[0]}}"
     environ = runs.process_environ({**knobs, "ITERATIONS": "0"})
@@ -79,6 +88,7 @@ def test_the_log_line_by_line(single, dataset, tokenizer):
         rf"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={re.escape(str(tokenizer))}",
         rf"train_loader:dataset:{re.escape(dataset.name)} train_shards:2",
         rf"val_loader:shards pattern={re.escape(str(dataset))}/fineweb_val_\*\.bin tokens:1472",
+        r"input_crc32 val_tokens:\d+ tokenizer:\d+",
         r"model_params:\d+",
         r"world_size:1 grad_accum_steps:8",
         r"sdp_backends:cudnn=False flash=True mem_efficient=True math=True",
@@ -184,6 +194,8 @@ def test_the_result_names_its_files_inputs_speed_and_where_it_ran(single, datase
     inputs = {"script": SCRIPT.read_bytes(), "val_tokens": val_tokens}
     inputs["tokenizer"] = Path(result["knobs"]["tokenizer_path"]).read_bytes()
     assert result["input_crc32"] == {name: zlib.crc32(data) for name, data in inputs.items()}
+    line = "\ninput_crc32 val_tokens:{val_tokens} tokenizer:{tokenizer}\n"
+    assert line.format(**result["input_crc32"]) in output
 
 
 def test_the_result_has_scores_and_knobs(trained, quantized_knobs):
@@ -255,6 +267,27 @@ def test_a_score_that_is_not_finite_fails_a_run_that_has_exported(tmp_path, knob
     assert (result["val_loss"], result["pre_quant_val_bpb"], result["steps"]) == (None, None, 1)
 
 
+def write_models(folder: Path, knobs: dict, number: int, barrier: object) -> None:
+    """Write ten models, each as a run does that ends."""
+    hp = Hyperparameters.from_env({**knobs, "OUTPUT_DIR": str(folder)})
+    state = train_gpt.TrainingState(hp, replace(runs.ALONE, log=runs.Lines()))
+    for i in range(10):
+        barrier.wait()
+        train_gpt.write_final(state, MODEL, f"{number} {i}".encode(), *train_gpt.FINAL_FILES)
+
+
+def test_runs_that_end_in_one_folder_at_the_same_moment_lose_no_model(tmp_path, knobs):
+    barrier = runs.FORKS.Barrier(3)
+    arguments = [(tmp_path, knobs, number, barrier) for number in range(3)]
+    processes = [runs.FORKS.Process(target=write_models, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    models = {path.read_text() for path in tmp_path.rglob(MODEL)}
+    assert models == {f"{number} {i}" for number in range(3) for i in range(10)}
+
+
 # ---- how a run ends before it begins -------------------------------------------------------------
 @pytest.mark.parametrize(
     "changes",
@@ -273,6 +306,7 @@ def test_a_user_error_is_one_error_and_leaves_no_log(tmp_path, knobs, changes):
 
 # ---- the demo ------------------------------------------------------------------------------------
 def test_the_demo_builds_its_data_once_and_runs(tmp_path):
+    """A copy of the script, without the program that builds the data, can use them."""
     environ = {"PRESET": "demo", "DEVICE": "cpu", "ITERATIONS": "1", "WARMUP_STEPS": "0"}
     environ |= {"MAX_VAL_TOKENS": "1024", "VAL_LOSS_EVERY": "0", "OUTPUT_DIR": "out"}
     first = finished(run_here(tmp_path, environ))
@@ -281,5 +315,7 @@ def test_the_demo_builds_its_data_once_and_runs(tmp_path):
     second = finished(run_here(tmp_path, environ))
     assert [path.stat().st_mtime_ns for path in shards] == times and len(times) == 2
     assert re.search(r"ms tokens:1024 of \d+$", first[-2])  # a part of the split
+    shutil.copy(SCRIPT, tmp_path / "copy.py")
+    finished(run_here(tmp_path, environ, load_script(tmp_path / "copy.py")))
     built, found = ([s for s in log if s.startswith("demo_corpus:")] for log in (first, second))
     assert built == found and len(built) > 0

@@ -100,7 +100,18 @@ def test_an_artifact_has_the_same_score_as_after_its_training(trained, tmp_path,
     assert lines[-1] == trained[1][-1]
     assert lines[-2].startswith("final_int8_zlib_roundtrip val_loss:")
     assert not [line for line in lines if line.startswith(("step:", "warmup_step:", "WARNING"))]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["datasets", "logs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["datasets"]
+
+
+def test_with_run_id_a_score_has_a_file_of_its_own(trained, tmp_path, score_knobs):
+    """RUN_ID may be that of the run, whose log stays as it is."""
+    log = tmp_path / "logs" / "test.txt"
+    log.parent.mkdir()
+    shutil.copy(trained[0] / "logs" / "test.txt", log)
+    lines = score_file(tmp_path, {**score_knobs, "RUN_ID": "test"}, trained[0] / ARTIFACT)
+    assert lines[0] == "logs/test.score.txt" and lines[-1] == trained[1][-1]
+    assert (tmp_path / lines[0]).read_text().endswith("\n".join(["", *lines, ""]))
+    assert log.read_bytes() == (trained[0] / "logs" / "test.txt").read_bytes()
 
 
 def test_the_environment_overrides_the_knobs_of_the_run(trained, tmp_path, score_knobs):
@@ -194,6 +205,7 @@ def test_an_undone_edit_is_scored_with_the_script_of_the_log(trained, tmp_path, 
     copy_result(trained[0], tmp_path, {}, bytes_code=len(edited))
     path, log = shutil.copy(trained[0] / ARTIFACT, tmp_path), tmp_path / "logs" / "test.txt"
     assert "--script logs/test.txt" in score_file(tmp_path, score_knobs, path)[-3]
+    log.parent.mkdir()
     log.write_bytes(edited + b"\n" + 100 * b"=" + b"\nRunning Python 3")
     environ = {**score_knobs, "HOME": str(tmp_path)}
     result = run_here(tmp_path, environ, score, [path, "--script=~/logs/test.txt"])

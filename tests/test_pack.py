@@ -65,12 +65,12 @@ def test_a_packed_script_shows_its_lines_in_a_traceback(tmp_path):
 
 
 def test_the_last_script_of_a_log_is_packed_whole_or_not_at_all(tmp_path):
-    """The first line that no log has begins it. An error after that is not skipped."""
-    header = f"\n{'=' * 100}\nRunning Python 3\nlogs/a.txt\nwarmup_step:1/3\n"
+    """The log says its size. A script with an error is not packed."""
+    header = f"\n{'=' * 100}\nRunning Python 3\nscript_bytes:{{}}\nlogs/a.txt\nwarmup_step:1/3\n"
     script = "# A script.\nx = 1\n\nimport os\nprint(x)\n"
     for text in (script, script.replace("\n\n", "\nx = = 2\n")):
-        own = "# x: 1\nstep:1/3 ...\n'a' b\nstep:2/3 ...\n" * (text == script)  # an edit's lines
-        (tmp_path / "log.txt").write_text(MODULE + header + own + text + header)
+        starts = (source + header.format(len(source)) for source in (MODULE, text))
+        (tmp_path / "log.txt").write_text("".join(starts))
         result = run(tmp_path, PACK, "log.txt", "packed.py")
         assert run(tmp_path, "packed.py").stdout == "1\n"  # also after the second one
         assert (f"log.txt: {len(script)} bytes, packed.py: " in result.stdout) == (text == script)
@@ -82,16 +82,24 @@ def test_an_error_writes_nothing(tmp_path):
     (tmp_path / "broken.py").write_text("(")
     (tmp_path / "link.py").symlink_to("broken.py")
     (tmp_path / "other.py").write_text("mine")
+    (tmp_path / "long.py").write_text(f"x = 0x{9999 * 'a'}")
+    (tmp_path / "deep.py").write_text("x = 1" + 600 * " + 1")
+    (tmp_path / "null.py").write_text("x = 1\0")
     for script, packed, words in [
+        ("long.py", "packed.py", "to increase the limit: pack it without --minify"),
+        ("deep.py", "packed.py", ": pack it without --minify"),
+        ("null.py", "packed.py", "null bytes"),
         ("broken.py", "packed.py", "'(' was never closed (broken.py, line 1)"),
         ("broken.py", "link.py", "would overwrite its own source: name another file"),
         ("broken.py", "other.py", "is no packed script: name another file"),
         ("broken.py", ".", "name the file to write: pack.py broken.py packed.py"),
     ]:
-        result = run(tmp_path, PACK, script, packed)
-        assert result.returncode == 2 and result.stderr.endswith(f"{words}\n")
+        result = run(tmp_path, PACK, "--minify", script, packed)
+        error = result.stderr.splitlines()[-1]
+        assert result.returncode == 2 and error.startswith("pack.py: ") and error.endswith(words)
+        assert "Traceback" not in result.stderr
     assert [(tmp_path / name).read_text() for name in ("link.py", "other.py")] == ["(", "mine"]
-    assert len([*tmp_path.iterdir()]) == 3
+    assert len([*tmp_path.iterdir()]) == 6
 
 
 def test_a_forecast_adds_artifact_and_packed_code(tmp_path, quantized_knobs, monkeypatch, capsys):

@@ -40,7 +40,20 @@ def test_a_prompt_in_caseops_follows_bos_and_keeps_its_end(trained, tmp_path, ca
     text = write(capsys, trained[0] / "final_model.pt", prompt, *options)
     for _ in range(5):
         ids.append((ids[-1] + min(len(ids), 32)) % 384)
-    assert text == f"{caseops.decode(sp.decode(ids))}\n" and text.startswith(prompt)
+    shown = caseops.decode(sp.decode(ids)).replace("\x1a", "\\x1a")
+    assert text == f"{shown}\n" and text.startswith(prompt)
+
+
+def test_control_characters_are_escaped(trained, tmp_path, tokenizer, capsys):
+    """A terminal obeys them, and a model may draw any byte."""
+    sp, script = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)), tmp_path / "e.py"
+    for piece, shown in (("<0x1B>", "\\x1b"), ("<0x0D>", "\\x0d"), ("<0x09>", "\t")):
+        last = f"[{sp.piece_to_id(piece)}] * ids.shape[1]"
+        script.write_text(EDITED.replace("(ids.flatten() + ids.shape[1]) % 384", last))
+        options = (f"--script={script}", "--tokens=2", "--temperature=0")
+        assert write(capsys, trained[0] / "final_model.pt", "\x9bé", *options) == (
+            f"\\x9bé{shown}{shown}\n"
+        )
 
 
 def test_a_wrong_model_or_tokenizer_is_named(tmp_path, trained):

@@ -19,7 +19,7 @@ def test_ruff_finds_nothing_in_the_whole_tree(command):
 
 @pytest.mark.baseline
 def test_the_script_stays_short():
-    assert len(SCRIPT.read_text().splitlines()) <= 1644
+    assert len(SCRIPT.read_text().splitlines()) <= 1665
 
 
 def test_importing_has_no_effects(tmp_path):

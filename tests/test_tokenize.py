@@ -336,7 +336,8 @@ def test_errors_are_one_line(tmp_path):
     for texts, count, split in ((empty + TEXTS, 3, "val"), (TEXTS + empty, 40, "train")):
         docs = write_documents(tmp_path / "docs.jsonl", texts)
         assert f"3 documents for {split}, none" in failure(tmp_path, "--num-val-docs", count)
-    assert "0 documents for train" in failure(tmp_path, "--num-val-docs", 43)
+    alone = write_documents(tmp_path / "alone.jsonl", TEXTS[:1])
+    assert "0 documents for train" in failure(tmp_path, docs=[alone])
     run(tmp_path, "--num-val-docs", 0)
     (tmp_path / "a").write_bytes(b"caf\xe9")
     message = failure(tmp_path, docs=[tmp_path / "a"])

@@ -5,8 +5,10 @@ import dataclasses
 import itertools
 import math
 import os
+import random
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.utils import get_total_norm
 
 import train_gpt
-from train_gpt import DistributedTokenLoader, Hyperparameters, TrainingState, train_step
+from train_gpt import Hyperparameters, TrainingState, train_step
 
 STEPS = 10
 
@@ -45,7 +47,7 @@ def take_steps() -> None:
     state.model.register_comm_hook(None, count)
     gradients = keep_gradients(state)
     losses = [state.runtime.gather(train_step(state).item()) for _ in range(STEPS)]
-    result = {"gradients": gradients[0], "losses": [sum(step) / len(step) for step in losses]}
+    result = {"gradients": gradients[:2], "losses": [sum(step) / len(step) for step in losses]}
     result |= {"weights": state.gpt.state_dict(), "all_reduces": len(all_reduces)}
     result["sends_buffers"] = state.model.will_sync_module_buffers()  # in each forward pass
     torch.save(result, f"{state.runtime.rank}.pt")
@@ -66,16 +68,21 @@ def hp(knobs) -> Hyperparameters:
     return Hyperparameters.from_env(knobs)
 
 
-def one_batch(hp: Hyperparameters, seed: int = 0) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients and loss of the first step's tokens as one batch. seed: of dropout."""
-    loader = DistributedTokenLoader(hp.files("train"), 0, 1, "cpu")
-    A = hp.batch_slots  # micro-steps
-    slots = [loader.next_batch(hp.train_batch_tokens, hp.train_seq_len, A) for _ in range(A)]
-    gpt = TrainingState(hp, ALONE).gpt
+def one_batch(hp: Hyperparameters, seed: int = 0) -> list[tuple[dict[str, torch.Tensor], float]]:
+    """Gradients and loss of two steps, each with its tokens as one batch. seed: of dropout."""
+    state, steps = TrainingState(hp, ALONE), []
+    shape = (hp.train_batch_tokens, hp.train_seq_len, hp.batch_slots)
     torch.manual_seed(seed)
-    loss = gpt(torch.cat([x for x, _ in slots]), torch.cat([y for _, y in slots]))
-    loss.backward()
-    return {name: p.grad for name, p in gpt.named_parameters()}, loss.item()
+    for _ in range(2):
+        slots = [state.loader.next_batch(*shape) for _ in range(hp.batch_slots)]
+        state.gpt.zero_grad()
+        loss = state.gpt(torch.cat([x for x, _ in slots]), torch.cat([y for _, y in slots]))
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in state.gpt.named_parameters()}
+        steps.append((grads, loss.item()))
+        for optimizer in state.optimizers:
+            optimizer.step()
+    return steps
 
 
 def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float):
@@ -95,12 +102,15 @@ def alone(hp) -> dict:
 
 
 def test_accumulated_gradients_are_those_of_one_batch(ranks, hp):
-    gradients, loss = one_batch(hp)
-    if any((gradients[name] != grad).any() for name, grad in one_batch(hp, seed=1)[0].items()):
+    """The second step begins without the gradients of the first. Its weights are those of the same
+    optimizers, whose rounding the tolerance allows for."""
+    steps = one_batch(hp)
+    if steps[0][1] != one_batch(hp, seed=1)[0][1]:
         pytest.skip("dropout draws other masks for one batch")
-    for rank in ranks:
-        assert rank["losses"][0] == pytest.approx(loss, rel=1e-6)
-        assert_close(rank["gradients"], gradients, 1e-5)
+    for rank, (step, tolerance) in itertools.product(ranks, enumerate([1e-5, 0.01])):
+        gradients, loss = steps[step]
+        assert rank["losses"][step] == pytest.approx(loss, rel=tolerance / 10)
+        assert_close(rank["gradients"][step], gradients, tolerance)
 
 
 def test_gradients_are_all_reduced_once_a_step(ranks):
@@ -122,7 +132,8 @@ def test_the_norm_of_all_gradients_is_clipped_after_accumulation(hp, limit):
     state = TrainingState(dataclasses.replace(hp, grad_clip_norm=limit), ALONE)
     steps = keep_gradients(state)
     train_step(state)
-    found, whole = (get_total_norm(list(grads.values())) for grads in (steps[0], one_batch(hp)[0]))
+    batch, _ = one_batch(hp)[0]
+    found, whole = (get_total_norm(list(grads.values())) for grads in (steps[0], batch))
     expected = limit if 0 < limit < whole else whole.item()
     assert found.item() == pytest.approx(expected, rel=1e-2)
 
@@ -151,6 +162,19 @@ def test_dropout_is_the_same_on_any_number_of_ranks_and_after_a_resume(hp, world
     assert dropout_masks(hp, [1]) == alone[8:]
     other_seed = dropout_masks(dataclasses.replace(hp, seed=hp.seed + 1), [0, 1])
     assert len({*alone, *other_seed}) == 32
+
+
+def test_python_and_numpy_draw_alike_on_all_ranks_and_after_a_resume(hp):
+    def numbers(steps: list[int], hp: Hyperparameters = hp, **place: int) -> list[tuple]:
+        state, drawn = TrainingState(hp, dataclasses.replace(ALONE, **place)), []
+        for state.step in steps:
+            train_step(state)
+            drawn.append((random.random(), np.random.rand()))
+        return drawn
+
+    alone = numbers([0, 1])
+    assert numbers([0, 1], rank=1, world_size=2) == alone and numbers([1]) == alone[1:]
+    assert len({*alone, *numbers([0, 1], dataclasses.replace(hp, seed=hp.seed + 1))}) == 4
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -197,23 +221,24 @@ def test_an_infinite_fp16_gradient_of_one_optimizer_stops_both(hp):
         train_step(state)
         hook.remove()
         torch.testing.assert_close(state.gpt.state_dict(), before, rtol=0, atol=0)
-    assert state.skipped_steps == 2
+        assert state.is_skipped
     state.gpt.skip_weights.register_hook(lambda grad: grad * math.nan)
     with pytest.raises(train_gpt.InputError, match="even at a loss scale of 1: set DTYPE=fp32"):
         for _ in range(15):
             train_step(state)
-    assert state.skipped_steps == 17
+    assert state.scaler.get_scale() == 0.5
 
 
 def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
-    """The loss overflows, then one of Adam's gradients, which clipping would spread to Muon's. Loss
-    and gradients are local to train_step, so the ranks run an edited copy of the script."""
+    """The loss overflows, which does not end the run, then one of Adam's gradients, which clipping
+    would spread to Muon's. Both are local to train_step, so the ranks run an edited copy."""
     infinite = "(math.inf if state.step == 3 and state.runtime.rank == 1 else 1)"
     norm = "nn.utils.get_total_norm([p.grad for p in state.gpt.parameters()])"
     report = f"print('scale', state.scaler.get_scale(), {norm}.item()); return total_loss"
-    unscale = "    skip = state.scaler.is_enabled()"
+    unscale = "    state.is_skipped = state.scaler.is_enabled()"
     in_adam = "    state.gpt.tok_emb.weight.grad += math.nan if state.step == 4 else 0\n"
-    edit = {"scale(loss)": f"scale(loss * {infinite})", unscale: in_adam + unscale}
+    factor = "* (1 / grad_accum_steps)"
+    edit = {factor: f"{factor} * {infinite}", unscale: in_adam + unscale}
     script = tmp_path / "train_gpt.py"
     script.write_text(edit_script(SCRIPT.read_text(), edit, {"return total_loss": report}))
     settings = {"DTYPE": "fp16", "WARMUP_STEPS": "3", "CHECKPOINT_EVERY": "6"}
@@ -227,4 +252,4 @@ def test_fp16_skips_an_overflow_on_all_ranks(tmp_path, knobs):
     saved = torch.load(tmp_path / "checkpoints" / "test.pt")
     assert saved["step"] == 6 and saved["scaler"]["scale"] == 16384
     assert {state["step"].item() for state in saved["optimizers"][0]["state"].values()} == {4}
-    assert any("WARNING: 2 steps skipped" in line for line in ranks[0].stdout.splitlines())
+    assert "WARNING: 2 steps skipped" in ranks[0].stdout and "train_loss:inf" in ranks[0].stdout

@@ -7,7 +7,7 @@
 With no such knob it does what train_gpt.py does, on a CPU bit for bit. README.md explains them.
 A run (see `run`): knobs, processes, data, model, optimizers, warm-up, training, export, scoring.
 What people change: Hyperparameters, Model, Optimizers, Schedules, Data; then Evaluation, Export.
-Defined late: Runtime (rank, device, log; `gather` gives every rank the values of all), Stopwatch.
+Defined late: Runtime (rank, device, log), Stopwatch.
 Letters in shapes: B sequences in a micro-batch, T sequence length, D model width, H query heads,
 K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (processes).
 """
@@ -16,10 +16,10 @@ K key/value heads, h = D/H head width, V vocabulary, L layers, W world size (pro
 SOURCE = open(__file__, "rb").read() if __name__ == "__main__" else b""
 
 import binascii
-import contextlib
 import ctypes
 import difflib
 import errno
+import fcntl
 import glob
 import importlib.util
 import inspect
@@ -37,12 +37,16 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 from uuid import uuid4
+
+if not importlib.util.find_spec("numpy"):
+    sys.exit("no numpy: activate its environment: . .venv/bin/activate")
 
 import numpy as np
 import torch
@@ -93,7 +97,7 @@ class Hyperparameters:
     iterations: int = 20_000  # optimizer steps at most
     warmdown_iters: int = 1200  # steps of linear decay to 0 (see lr_factor); 0: none
     warmdown_frac: float = 0.0  # of the run, in place of WARMDOWN_ITERS; 0: not used
-    warmup_steps: int = 20  # compile with these steps, then restore the initial state; 0: none
+    warmup_steps: int = 20  # to compile, then undone; 0: one, not logged
     train_batch_tokens: int = 524_288  # tokens per optimizer step
     batch_slots: int = 8  # micro-batches per optimizer step, over all ranks
     train_seq_len: int = 1024  # T
@@ -217,12 +221,24 @@ class Hyperparameters:
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Hyperparameters":
         """Knobs of the environment, else of the preset, else the defaults."""
-        return read_knobs(cls, environ)
+        texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
+        if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
+            patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
+            texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)  # it follows the first
+        values = {}
+        for name, kind in get_type_hints(cls).items():
+            if name.upper() in texts:
+                values[name] = parse_knob(name, kind, texts[name.upper()])
+        hp = cls(**values)
+        check_knobs(hp)
+        if hp.resume == "auto" and "RUN_ID" not in environ:
+            raise InputError("RESUME='auto' needs a RUN_ID: set it")
+        return hp
 
 
 DEMO = dict(
     DATA_PATH="./data/datasets/demo_sp1024", TOKENIZER_PATH="./data/tokenizers/demo_1024_bpe.model",
-    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", MAX_WALLCLOCK_SECONDS="600", ITERATIONS="200",
+    TRAIN_BATCH_TOKENS="6144", TRAIN_SEQ_LEN="128", ITERATIONS="200",
     WARMUP_STEPS="3", WARMDOWN_FRAC="0.8", MUON_MOMENTUM_WARMUP_STEPS="100", TRAIN_LOG_EVERY="20",
     VAL_BATCH_SIZE="32768", NUM_LAYERS="4", MODEL_DIM="128", NUM_HEADS="2", NUM_KV_HEADS="1",
 )  # fmt: skip
@@ -311,7 +327,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attention_backends(device: torch.device, seq_len: int) -> list[SDPBackend]:
     """The attention kernels that PyTorch may use, best first."""
-    # cuDNN gives wrong numbers on Blackwell, and for lengths not divisible by 128.
+    # cuDNN is wrong on Blackwell, and for lengths not divisible by 128.
     is_hopper = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
     best = [SDPBackend.CUDNN_ATTENTION] if is_hopper and seq_len % 128 == 0 else []
     best.insert(0 if current_flash_attention() == "FA3" else 1, SDPBackend.FLASH_ATTENTION)
@@ -496,7 +512,7 @@ class GPT(nn.Module):
         self.tok_emb = nn.Embedding(hp.vocab_size, D)
         if hp.smear_channels > 0:  # a weight per channel, and a factor that starts at zero
             self.smear_gate = nn.Parameter(torch.zeros(hp.smear_channels + 1))
-        # With L = 1 there is no skip, and DDP would wait for its gradient: freeze it.
+        # With L = 1 no forward pass uses it: DDP would wait for its gradient, so freeze it.
         skip_weights = torch.ones(self.num_encoder_layers, D)
         self.skip_weights = nn.Parameter(skip_weights, requires_grad=self.num_encoder_layers > 0)
         if hp.skip_gates:
@@ -513,7 +529,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Set weights and dtypes. The baseline builds its model in bf16: round weights to that."""
+        """Set weights and dtypes. Matrices start as bf16 numbers, which are the baseline's."""
         # Each block starts as the identity. If tied, step 1 changes only these of Muon's matrices.
         for block in self.blocks:
             block.attn.proj.weight.zero_()
@@ -528,7 +544,7 @@ class GPT(nn.Module):
             if param.ndim >= 2 and not is_control_tensor(name, patterns):
                 param.copy_(param.bfloat16())
         if self.dtype == torch.bfloat16 and not is_control_tensor("tok_emb.weight", patterns):
-            self.tok_emb.bfloat16()
+            self.tok_emb.bfloat16()  # so its gradients add up in bf16, as the baseline's do
 
     def set_looping(self, is_looping: bool) -> None:
         """Loops are depth recurrence (#1204): some layers run again, with the same weights."""
@@ -576,9 +592,9 @@ class GPT(nn.Module):
             skips.append(x)
         # Each skip keeps its row of skip_weights when the loops begin.
         first_row = len(self.skip_weights) - self.num_encoder_layers
-        # Late layers read early features. The first skip is x itself, so x doubles at first.
+        # Late layers read early features. At first all blocks are the identity, so x doubles.
         for row, block in enumerate(blocks[self.num_encoder_layers :], first_row):
-            if skips:  # an odd L leaves the last layer without a mirror
+            if skips:  # an odd L leaves the last layer alone
                 x = self.add_skip(x, skips.pop(), row, isinstance(block, TwoLaneBlock))
             x = block(x, x0, cos, sin, mask)
         if x.ndim == 4:
@@ -620,7 +636,7 @@ def share_embedding(gpt: GPT) -> CastedLinear:
 # ---- Optimizers -----------------
 def newton_schulz(stack: Tensor, steps: int) -> Tensor:
     """Bring the singular values of each wide matrix in stack (n, rows, columns) close to 1."""
-    # Steep at 0 instead of exact: five steps bring singular values of 0.003 to 1 into 0.68 to 1.21.
+    # Steep at 0 instead of exact: five steps bring singular values of 0.003 to 1 into 0.68 to 1.20.
     a, b, c = 3.4445, -4.7750, 2.0315
     # The Frobenius norm bounds the singular values: above 1.26 they would diverge. 1e-7: 0 stays 0.
     x = stack / (torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True) + 1e-7)
@@ -634,16 +650,10 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalized Nesterov momentum for matrices (Keller Jordan, 2024), split among ranks."""
 
     def __init__(
-        self,
-        params: list[nn.Parameter],
-        lr: float,
-        momentum: float,
-        backend_steps: int,
-        dtype: torch.dtype = torch.bfloat16,
-        compiled: bool = False,
-        weight_decay: float = 0.0,
+        self, params: list[nn.Parameter], lr: float, momentum: float, backend_steps: int,
+        dtype: torch.dtype = torch.bfloat16, compiled: bool = False, weight_decay: float = 0.0,
         equal_rows: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         defaults = {"lr": lr, "momentum": momentum, "backend_steps": backend_steps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
         self.dtype = dtype
@@ -660,7 +670,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             updates = self.nesterov(params, group["momentum"])
-            # Views of `exchange`. Rank r fills in r, r + W, ...; all else is 0, so a sum gathers.
+            # `combined` views `exchange`. A rank fills in its share, else it is 0: the sum gathers.
             sizes = [p.numel() for p in params]
             exchange = updates[0].new_zeros(sum(sizes), dtype=self.dtype)
             combined = [u.view_as(p) for u, p in zip(exchange.split(sizes), params, strict=True)]
@@ -704,7 +714,6 @@ class Muon(torch.optim.Optimizer):
 
 
 def is_control_tensor(name: str, patterns: tuple[str, ...]) -> bool:
-    """Check whether a parameter's name contains one of these parts."""
     return any(pattern in name for pattern in patterns)
 
 
@@ -716,8 +725,6 @@ OPTIMIZER_GROUPS |= {"smear_gate": "scalar"}
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
     """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
-    if unknown := {*OPTIMIZER_GROUPS.values()} - {*groups}:
-        raise InputError(f"OPTIMIZER_GROUPS has {', '.join(unknown)}: use {', '.join(groups)}")
     for name, param in model.named_parameters():
         own = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
         control = is_control_tensor(name, hp.control_tensor_name_patterns)
@@ -749,7 +756,7 @@ def build_optimizers(gpt: GPT, compiled: bool = False) -> list[torch.optim.Optim
     names = {param: name for name, param in gpt.named_parameters()}
     for group in adam.param_groups + muon.param_groups:
         group["base_lr"] = group["lr"]
-        group["names"] = [names[param] for param in group["params"]]  # for checkpoints
+        group["names"] = [names[param] for param in group["params"]]  # see load_optimizer
     return [adam, muon]
 
 
@@ -772,7 +779,7 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
         return min(max(hp.iterations - step, 0) / hp.warmdown_iters, 1.0)
     # ITERATIONS does not count: a run that it ends first keeps its full rate.
     remaining_ms = max(1000 * hp.max_wallclock_seconds - elapsed_ms, 0.0)
-    warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)  # 0 at step 0: the full rate
+    warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)  # 0 at step 0: then the full rate
     return remaining_ms / warmdown_ms if remaining_ms < warmdown_ms else 1.0
 
 
@@ -823,7 +830,8 @@ class TokenStream:
         self.paths = sorted(glob.glob(pattern))
         self.shards = [load_data_shard(path) for path in self.paths]
         if not any(map(len, self.shards)):
-            raise InputError(f"DATA_PATH: no file or no token in {pattern}\n{WAYS_TO_DATA}")
+            problem = f"DATA_PATH: no file or no token in {pattern}"
+            raise InputError("\n".join([*unknown_knobs(), problem, WAYS_TO_DATA]))
         self.shard = 0  # index of the current shard
         self.position = 0  # of the next token in it
 
@@ -834,8 +842,9 @@ class TokenStream:
             part = self.shards[self.shard][self.position : self.position + n]
             largest = part.numpy().max(initial=0)
             if largest >= self.vocab_size:
-                path, size = self.paths[self.shard], self.vocab_size
-                raise InputError(f"{path}: token id {largest} exceeds VOCAB_SIZE={size}: raise it")
+                path, knob = self.paths[self.shard], f"VOCAB_SIZE={self.vocab_size}"
+                problem = f"{path}: token id {largest} is of another tokenizer than {knob}"
+                raise InputError(f"{problem}: set it and TOKENIZER_PATH")
             parts.append(part)
             n -= len(part)
             self.position += len(part)
@@ -946,9 +955,12 @@ class TrainingState:
         self.scaler = torch.amp.GradScaler(runtime.device.type, enabled=is_fp16)
         self.stopwatch = Stopwatch(runtime.device)
         self.step = 0
-        self.skipped_steps = 0  # of this process: with fp16, a gradient was not finite
+        self.tokens = 0  # trained
+        self.skipped_steps = 0  # with fp16: a gradient was not finite
+        self.is_skipped = False  # the last step
         self.train_loss = 0.0  # of the last logged step, the mean of all ranks
         self.signum = 0  # of the first signal that this rank got; 0: none
+        self.is_saved = True  # rank 0's last checkpoint and models
         self.inputs = {"script": binascii.crc32(runtime.source)}  # checksums; run() adds others
         self.outputs: dict[str, int] = {}  # checksums of the model files that this rank wrote
         self.gptq_ms = 0.0
@@ -965,42 +977,40 @@ class TrainingState:
 
     def state_dict(self, device: str = "cpu") -> dict[str, Any]:
         """Copy everything that a resumed run needs and that warm_up restores."""
+        stream = self.loader.stream
         state = {
-            "step": self.step,
-            "train_ms": self.stopwatch.elapsed_ms(),
-            "knobs": asdict(self.hp),
-            "script": self.inputs["script"],
-            "stream": (self.loader.stream.shard, self.loader.stream.position),
-            "sequence": self.loader.sequence,
-            "shards": [len(shard) for shard in self.loader.stream.shards],
-            "model": self.gpt.state_dict(),
+            "step": self.step, "tokens": self.tokens, "train_ms": self.stopwatch.elapsed_ms(),
+            "knobs": asdict(self.hp), "script": self.inputs["script"],
+            "stream": (stream.shard, stream.position), "shards": [*map(len, stream.shards)],
+            "model": self.gpt.state_dict(), "scaler": self.scaler.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "scaler": self.scaler.state_dict(),
-            "ema": self.ema,
-        }
+            "sequence": self.loader.sequence, "ema": self.ema,
+        }  # fmt: skip
         return copy_tensors(state, device)
 
     def load_state_dict(self, saved: Mapping[str, Any], name: str = "the checkpoint") -> None:
+        stream = self.loader.stream
+        if saved["stream"][0] >= len(stream.shards):
+            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
+        if len(saved["optimizers"]) != len(self.optimizers):
+            raise InputError(f"{name} is of other optimizers: use its script")
         load_model(self.gpt, saved["model"], name)
         same = all(saved["model"][key].dtype == p.dtype for key, p in self.gpt.named_parameters())
         for optimizer, saved_optimizer in zip(self.optimizers, saved["optimizers"], strict=True):
             load_optimizer(optimizer, saved_optimizer, keep_dtypes=same)
-        if saved["scaler"]:  # empty if the checkpoint is not of an fp16 run
+        if saved["scaler"]:  # else it is not of an fp16 run
             self.scaler.load_state_dict(saved["scaler"])
-        stream = self.loader.stream
         stream.shard, stream.position = saved["stream"]
-        if stream.shard >= len(stream.shards):
-            raise InputError(f"{name} needs more train shards than DATA_PATH has: download them")
         self.step = saved["step"]
-        self.skipped_steps = 0  # those of the warm-up do not count
+        self.tokens = saved["tokens"] or saved["step"] * self.hp.train_batch_tokens
         self.loader.sequence = saved["sequence"]
         self.ema = copy_tensors(saved["ema"], self.runtime.device) if self.hp.ema_decay > 0 else {}
         self.stopwatch.reset(saved["train_ms"])
 
     def request_stop(self, signum: int, frame: Any) -> None:
-        """Signal handler: stop after the current step. Further signals change nothing."""
+        """Signal handler: stop after the current step."""
         if self.signum == 0 and self.runtime.rank == 0 and sys.stdout is not None:
-            with contextlib.suppress(OSError):  # print is unsafe here
+            with suppress(OSError):  # print is unsafe here
                 os.write(1, f"\nsignal:{signum}: stopping after this step\n".encode())
         self.signum = self.signum or signum
 
@@ -1010,26 +1020,23 @@ def train_step(state: TrainingState) -> Tensor:
     hp = state.hp
     grad_accum_steps = hp.batch_slots // state.runtime.world_size
     total_loss = torch.zeros((), device=state.runtime.device)
+    random.seed(1_000_003 * hp.seed + state.step)  # alike on all ranks, and if resumed
+    np.random.seed([hp.seed, state.step])
     state.gpt.zero_grad()
     for micro_step in range(grad_accum_steps):
         seed_dropout(state, micro_step)
         if dist.is_initialized():
-            # Gradients add up on each rank. DDP averages them over the ranks in the last micro-step
-            # only. It reads this flag in its forward pass.
+            # Read in DDP's forward pass: only the last backward pass averages over ranks.
             state.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         row = hp.train_batch_tokens // hp.batch_slots if hp.whole_documents else state.gpt.context
         batch = state.loader.next_batch(hp.train_batch_tokens, row, grad_accum_steps)
         loss = state.model(*batch) * (1 / grad_accum_steps)
         state.scaler.scale(loss).backward()
         total_loss += loss.detach()
-    if state.step == 0:
-        for name, param in state.gpt.named_parameters():
-            if param.requires_grad and param.grad is None:
-                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
-    skip = state.scaler.is_enabled() and not unscale_gradients(state)
+    state.is_skipped = state.scaler.is_enabled() and not unscale_gradients(state)
     if hp.grad_clip_norm > 0:
         nn.utils.clip_grad_norm_(state.gpt.parameters(), hp.grad_clip_norm)
-    if not skip:
+    if not state.is_skipped:
         for optimizer in state.optimizers:
             optimizer.step()
     return total_loss
@@ -1039,22 +1046,9 @@ def seed_dropout(state: TrainingState, micro_step: int) -> None:
     """Give each slot its own seed, so that any number of ranks draws the same dropout."""
     slot = micro_step * state.runtime.world_size + state.runtime.rank
     seed = 1_000_003 * state.hp.seed + state.step * state.hp.batch_slots + slot
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms
+    torch.default_generator.manual_seed(seed)
     if state.runtime.device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-def unscale_gradients(state: TrainingState) -> bool:
-    """Divide fp16 gradients by the loss scale. Returns False if one is not finite."""
-    scale = state.scaler.get_scale()
-    for optimizer in state.optimizers:
-        state.scaler.unscale_(optimizer)
-    state.scaler.update()  # halves it if one is not finite, doubles it after 2,000 good steps
-    is_finite = state.scaler.get_scale() >= scale
-    state.skipped_steps += int(not is_finite)
-    if state.scaler.get_scale() < 1:
-        raise InputError("fp16 gradients are not finite even at a loss scale of 1: set DTYPE=fp32")
-    return is_finite
 
 
 def train(state: TrainingState, validation: "Validation") -> int:
@@ -1065,17 +1059,15 @@ def train(state: TrainingState, validation: "Validation") -> int:
     while True:  # all exits are at the top, where all ranks agree
         clocks, signals = zip(*gather((state.stopwatch.elapsed_ms(), state.signum)), strict=True)
         elapsed_ms = clocks[0]  # one clock, so that all learning rates agree
-        signum = max(signals)
         set_stage(state.gpt, progress(hp, state.step, elapsed_ms))
-        time_is_up = cap_ms > 0 and elapsed_ms >= cap_ms
-        if state.step >= hp.iterations or time_is_up:
+        if state.step >= hp.iterations or (cap_ms > 0 and elapsed_ms >= cap_ms):
             state.stopwatch.pause()
-            return 0  # a finished run is exported, whatever its loss
+            return 0  # the run is exported, whatever its loss
         if not math.isfinite(state.train_loss):
             advice = "check the model and DTYPE" if state.step == 1 else "set lower learning rates"
             raise InputError(f"train_loss is {state.train_loss}: {advice}")
-        if signum > 0:
-            return signum
+        if max(signals) > 0:
+            return max(signals)
         if hp.val_loss_every > 0 and state.step % hp.val_loss_every == 0:
             validate(state, validation)
         state.stopwatch.start()
@@ -1083,22 +1075,24 @@ def train(state: TrainingState, validation: "Validation") -> int:
         set_schedule(state.optimizers, factor, muon_momentum(hp, state.step))
         rank_loss = train_step(state)
         state.step += 1
+        state.tokens += hp.train_batch_tokens
+        state.skipped_steps += int(state.is_skipped)
         if hp.ema_decay > 0:
             state.update_ema()
-        # Near the cap (four average steps), the clock waits for this step: the run ends on time.
+        # Near the cap (four steps of the whole run's average), wait for this one: it ends on time.
         is_near_cap = state.step <= 3 or elapsed_ms * (1 + 4 / state.step) >= cap_ms
         state.stopwatch.lap(wait=cap_ms > 0 and is_near_cap)
         log_step(state, rank_loss)
         if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every == 0:
-            save_checkpoint(state)
+            state.is_saved = save_checkpoint(state)
 
 
 def warm_up(state: TrainingState) -> None:
     """Take WARMUP_STEPS steps to compile, off the clock. They train nothing: all is restored."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
-    # After its first step, DDP adds in another order. A resumed run must round like that, too.
-    num_steps = max(wanted, int(dist.is_initialized()))
+    # One step at least: DDP then adds in another order, and a resumed run must round like that.
+    num_steps = max(wanted, 1)
     # Visit each stage (loops, lengths of the context), so that the training compiles nothing.
     changes = [end for _, end in state.hp.context_stages()]
     changes += [state.hp.loop_from] if state.hp.loop_layers > 0 else []
@@ -1108,6 +1102,9 @@ def warm_up(state: TrainingState) -> None:
         state.runtime.log.status(f"warm-up: step {step} of {num_steps}")
         set_stage(state.gpt, starts[(step - 1) * len(starts) // num_steps])
         train_step(state)
+        for name, param in state.gpt.named_parameters() if step == 1 else ():
+            if param.requires_grad and param.grad is None:
+                raise InputError(f"{name} got no gradient: use it, or set requires_grad=False")
         if step <= wanted and (wanted <= 20 or step % 10 == 0 or step == wanted):
             state.runtime.log(f"warmup_step:{step}/{wanted}")
     state.load_state_dict(start)
@@ -1126,7 +1123,8 @@ class Validation:
         try:
             tokenizer = SentencePieceProcessor(model_file=hp.tokenizer_path)
         except (OSError, RuntimeError) as error:
-            raise InputError(f"{knob}: {error}\n{WAYS_TO_DATA}") from None
+            problem = f"{knob}: {error}"
+            raise InputError("\n".join([*unknown_knobs(), problem, WAYS_TO_DATA])) from None
         self.bos = tokenizer.bos_id()
         if self.bos != BOS and (hp.document_mask or hp.smear_channels > 0):
             advice = "set DOCUMENT_MASK=0 and SMEAR_CHANNELS=0, or another tokenizer"
@@ -1177,7 +1175,7 @@ def evaluate(
     model.eval()
     for first in range(my_first, my_end, batch_size):
         runtime.log.status(f"validation: window {first - my_first} of {my_end - my_first}")
-        # The last batch is padded with its last window: a new shape would recompile the model.
+        # Pad the last batch with its last window: a new shape would recompile.
         batch_starts = [starts[min(i, my_end - 1)] for i in range(first, first + batch_size)]
         windows = torch.stack([tokens[start : start + T + 1] for start in batch_starts])
         windows = upload(windows, runtime.device).long()  # (B, T + 1)
@@ -1188,7 +1186,7 @@ def evaluate(
             hint_ids = upload(torch.stack(rows), runtime.device).long()
         batch_losses = model(inputs, targets, "none", hint_ids)  # (B, T)
         for row, i in enumerate(range(first, min(first + batch_size, my_end))):
-            first_new = starts[i - 1] + T if i > 0 else 0  # targets before it are already scored
+            first_new = starts[i - 1] + T if i > 0 else 0  # the first that window i - 1 lacks
             losses[first_new : starts[i] + T] = batch_losses[row, first_new - starts[i] :]
     model.train()
     return losses
@@ -1225,7 +1223,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     ids = [*range(tokenizer.vocab_size())]
     others = (tokenizer.IsControl(ids), tokenizer.IsUnknown(ids), tokenizer.IsUnused(ids))
     has_text = ~np.any(others, axis=0)
-    # Without CaseOps's marks of Capital and CAPITALS. "\u2581" is SentencePiece's mark of a space.
+    # Without CaseOps's marks of capitals. "\u2581" is SentencePiece's mark of a space.
     pieces = [piece.translate({1: None, 2: None}) for piece in tokenizer.IdToPiece(ids)]
     leading_space = np.array([piece.startswith("\u2581") for piece in pieces]) & has_text
     lengths = [len(p.removeprefix("\u2581").replace("\u2581", " ").encode()) for p in pieces]
@@ -1235,7 +1233,7 @@ def count_bytes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> int:
     first, second, third = tokenizer.PieceToId(["<0xE2>", "<0x96>", "<0x81>"])
     has_space_piece = tokenizer.PieceToId("\u2581") != tokenizer.unk_id()
     has_byte_pieces = first != tokenizer.unk_id()
-    if has_byte_pieces and not has_space_piece:  # a space is these three bytes
+    if has_byte_pieces and not has_space_piece:  # these three are a space: 1 byte, or 0
         is_space = (targets[:-2] == first) & (targets[1:-1] == second) & (targets[2:] == third)
         total -= (3 - has_text[before[:-2]][is_space]).sum()
     return int(total)
@@ -1526,17 +1524,14 @@ def quantize_state_dict_int8(
             obj.setdefault("passthrough_orig_dtypes", {})[name] = dtype
         else:
             obj["passthrough"][name] = tensor
-    payload = 0
-    for part in ("quantized", "scales", "passthrough"):
-        payload += sum(tensor.nbytes for tensor in obj[part].values())
+    stored = [*obj["quantized"].values(), *obj["scales"].values(), *obj["passthrough"].values()]
     return obj, {
         "param_count": sum(tensor.numel() for tensor in state_dict.values()),
-        "num_tensors": len(state_dict),
-        "num_float_tensors": len(obj["quantized"]),  # the baseline's name
+        "num_float_tensors": len(obj["quantized"]), "num_tensors": len(state_dict),
         "num_nonfloat_tensors": sum(not t.is_floating_point() for t in state_dict.values()),
         "baseline_tensor_bytes": sum(tensor.nbytes for tensor in state_dict.values()),
-        "int8_payload_bytes": payload,
-    }
+        "int8_payload_bytes": sum(tensor.nbytes for tensor in stored),
+    }  # fmt: skip
 
 
 def dequantize_state_dict_int8(obj: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -1680,7 +1675,8 @@ def round_by_gptq(gpt: GPT, weights: dict[str, Tensor], obj: dict, runtime: "Run
             if salient in names:
                 obj["awq"] = [(salient, start, start + n, 127 // levels)]
     except RuntimeError as error:  # no memory, or a Hessian that is not finite
-        runtime.log(f"WARNING: GPTQ failed, plain rounding for the rest: {error}")
+        problem = str(error).partition("\n")[0]
+        raise InputError(f"GPTQ failed: {problem}: set GPTQ_BATCHES=0 to do without") from None
     gptq_ms = 1000 * (time.perf_counter() - started)
     runtime.log(f"gptq_time:{gptq_ms:.0f}ms")
     return gptq_ms
@@ -1832,15 +1828,15 @@ def finish(state: TrainingState, validation: Validation) -> int:
     """Write the model first: scoring may fail. Then score it. Returns the exit code."""
     hp, runtime = state.hp, state.runtime
     if hp.checkpoint_every > 0 and state.step % hp.checkpoint_every > 0:
-        save_checkpoint(state)
+        state.is_saved = save_checkpoint(state)
     state.gpt.load_state_dict(state.gpt.state_dict() | state.ema)
     artifact, report = runtime.from_rank_0(lambda: write_model(state))
-    # Now a signal ends the process at once. SIG_DFL alone would not end PID 1.
+    # The models are safe: from now on a signal ends the process. PID 1 ignores SIG_DFL.
     set_signal_action(signal.SIG_DFL if os.getpid() > 1 else lambda n, frame: os._exit(128 + n))
-    signum = max(runtime.gather(state.signum))
-    if signum > 0:
-        runtime.log(f"stopped: signal:{signum}: not scored, use tests/tools/score.py")
-        return 128 + signum
+    signals, are_saved = zip(*runtime.gather((state.signum, state.is_saved)), strict=True)
+    if max(signals) > 0:
+        runtime.log(f"stopped: signal:{max(signals)}: not scored, use tests/tools/score.py")
+        return 128 + max(signals) if all(are_saved) else 1
     pre_quant_loss = validate(state, validation)
     log_end(state, report)
     load_weights(state.gpt, artifact, "the exported artifact")  # state.model shares its weights
@@ -1855,7 +1851,7 @@ def finish(state: TrainingState, validation: Validation) -> int:
     written = runtime.from_rank_0(lambda: write_result(state, scores))
     runtime.log(f"files: {shlex.join(written)}")
     log_score("final_int8_zlib_roundtrip", loss, eval_ms, validation, runtime)
-    return int(len(written) < len(FINAL_FILES) or not math.isfinite(loss))
+    return int(not all(are_saved) or len(written) < len(FINAL_FILES) or not math.isfinite(loss))
 
 
 def run() -> int:
@@ -1865,11 +1861,13 @@ def run() -> int:
     prepare_demo(hp, runtime)
     compare_ranks(hp, runtime)
     state = TrainingState(hp, runtime)
+    check_patterns(state.gpt)
     validation = Validation(hp)
     state.inputs |= validation.inputs
     log_settings(state.gpt, validation, runtime)
     load_checkpoint(state)
-    runtime.from_rank_0(lambda: move_older_files(hp, None, *FINAL_FILES))
+    with lock(hp.output_dir, runtime.rank):
+        runtime.from_rank_0(lambda: move_older_files(hp, None, *FINAL_FILES))
     runtime.from_rank_0(lambda: runtime.log.open(hp, runtime.source))
     warm_up(state)
     signum = train(state, validation)
@@ -1897,25 +1895,9 @@ def parse_knob(name: str, kind: type, text: str) -> Any:
         value = None
     if value is None or (kind is float and not math.isfinite(value)):
         kinds = {bool: "0 or 1", int: "a whole number", float: "a finite number"}
-        wanted = kinds.get(kind, f"a bool, int, float or str: {kind} is no type for a knob")
+        wanted = kinds.get(kind, "of type bool, int, float or str")
         raise InputError(f"{name.upper()}={text!r} must be {wanted}")
     return value
-
-
-def read_knobs(cls: type, environ: Mapping[str, str]) -> Hyperparameters:
-    texts = {**PRESETS.get(environ.get("PRESET", ""), {}), **environ}
-    if "CONTROL_TENSOR_NAME_PATTERNS" in texts:
-        patterns = texts["CONTROL_TENSOR_NAME_PATTERNS"]
-        texts.setdefault("INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", patterns)  # it follows the first
-    values = {}
-    for name, kind in get_type_hints(cls).items():
-        if name.upper() in texts:
-            values[name] = parse_knob(name, kind, texts[name.upper()])
-    hp = cls(**values)
-    check_knobs(hp)
-    if hp.resume == "auto" and "RUN_ID" not in environ:
-        raise InputError("RESUME='auto' needs the RUN_ID of the run to resume: set it")
-    return hp
 
 
 def check_knobs(hp: Hyperparameters) -> None:
@@ -1948,6 +1930,28 @@ def check_knobs(hp: Hyperparameters) -> None:
         for name in names:
             if not is_valid(value := getattr(hp, name)):
                 raise InputError(f"{name.upper()}={value!r} must be {rule}")
+
+
+def check_patterns(gpt: GPT) -> None:
+    names = " ".join(name for name, _ in gpt.named_parameters())
+    for pattern in {*gpt.hp.control_tensor_name_patterns} - {*CONTROL_TENSOR_NAME_PATTERNS}:
+        if pattern not in names:
+            [nearest] = difflib.get_close_matches(pattern, names.replace(".", " ").split(), 1, 0.0)
+            problem = f"CONTROL_TENSOR_NAME_PATTERNS: {pattern} is in no parameter's name"
+            raise InputError(f"{problem}: did you mean {nearest}?")
+
+
+def unknown_knobs() -> Iterator[str]:
+    """Lines about variables that look like knobs."""
+    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
+    usual_names = dict(LR="MATRIX_LR", LEARNING_RATE="MATRIX_LR", BATCH_SIZE="TRAIN_BATCH_TOKENS")
+    usual_names |= dict(STEPS="ITERATIONS", MAX_STEPS="ITERATIONS", EPOCHS="ITERATIONS")
+    for name in sorted(os.environ.keys() - {*knobs}):
+        text = usual_names.get(name.upper(), name.upper())
+        if "ACCUM" in text and "STEP" in text:
+            yield f"unknown_knob:{name} is ignored: set BATCH_SLOTS to accumulation steps x GPUs"
+        for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):
+            yield f"unknown_knob:{name} is ignored: did you mean {knob}?"
 
 
 def technique_rules(hp: Hyperparameters) -> list[tuple]:
@@ -1988,14 +1992,14 @@ def gpu_report() -> str:
 
 @dataclass
 class Log:
-    """Buffers lines until open(), then writes them to console and file. Only rank 0 opens it."""
+    """Buffers lines until open(), then writes them to console and file. Rank 0 opens it."""
 
     waiting: list[str] = field(default_factory=list)
     file: TextIO | None = None
     is_terminal: bool = False
 
     def open(self, hp: Hyperparameters, source: bytes) -> None:
-        """Call this late, so that an input error leaves no file."""
+        """Call this late: an input error leaves no file."""
         path = Path(hp.output_dir, "logs", f"{hp.run_id}.txt")
         versions = f"Running Python {sys.version}\nRunning PyTorch {torch.__version__}"
         text = source.decode(errors="backslashreplace")
@@ -2014,12 +2018,11 @@ class Log:
         if self.file is None:
             self.waiting.append(line)
             return
-        with contextlib.suppress(OSError):  # a full disk
+        with suppress(OSError):  # a full disk
             print(line, file=self.file)
         self.show(f"{line}\n")
 
     def status(self, text: str) -> None:
-        """Show text on a terminal until the next line."""
         if self.is_terminal:
             self.show(text[: (shutil.get_terminal_size().columns or 80) - 1])
 
@@ -2033,7 +2036,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process's rank, device and log."""
+    """This process's rank, device, log."""
 
     rank: int
     world_size: int  # W
@@ -2053,7 +2056,7 @@ class Runtime:
 
     def from_rank_0(self, job: Callable[[], Any]) -> Any:
         """Call job on rank 0 alone. Returns its result, or raises its user error, on all ranks."""
-        shared: list[Any] = [None]  # broadcast_object_list replaces the items of a list
+        shared: list[Any] = [None]  # broadcast_object_list fills it in
         if self.rank == 0:
             try:
                 shared = [job()]
@@ -2109,9 +2112,9 @@ def open_runtime(hp: Hyperparameters) -> Runtime:
         torch.set_num_threads(max(torch.get_num_threads() - 1, 1))
     if not on_gpu:
         # glibc would return freed memory to the kernel in each step, and fault it in again.
-        with contextlib.suppress(AttributeError):  # other C libraries have no mallopt
+        with suppress(AttributeError):  # other C libraries have no mallopt
             ctypes.CDLL(None).mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-            ctypes.CDLL(None).mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: older ones refuse more
+            ctypes.CDLL(None).mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, at most
     if distributed:
         try:
             store, _, _ = next(dist.rendezvous("env://"))
@@ -2157,6 +2160,17 @@ def wrap(gpt: GPT, compiled: bool) -> nn.Module:
     return model
 
 
+def unscale_gradients(state: TrainingState) -> bool:
+    """Divide fp16 gradients by the loss scale. Returns False if one is not finite."""
+    scale = state.scaler.get_scale()
+    for optimizer in state.optimizers:
+        state.scaler.unscale_(optimizer)
+    state.scaler.update()  # halves it if one is not finite, doubles it after 2,000 good steps
+    if state.scaler.get_scale() < 1:
+        raise InputError("fp16 gradients are not finite even at a loss scale of 1: set DTYPE=fp32")
+    return state.scaler.get_scale() >= scale
+
+
 class Stopwatch:
     """Wall-clock training time, without pauses."""
 
@@ -2166,7 +2180,7 @@ class Stopwatch:
 
     def reset(self, elapsed_ms: float) -> None:
         self.before_ms = elapsed_ms
-        self.started: float | None = None  # in seconds; None while it is paused
+        self.started: float | None = None  # in seconds; None: paused
         self.last_step: Any = None  # event at its end
 
     def start(self) -> None:
@@ -2175,7 +2189,6 @@ class Stopwatch:
             self.started = time.perf_counter()
 
     def pause(self) -> None:
-        """Wait for the device and stop counting."""
         self.device_module.synchronize()
         self.reset(self.elapsed_ms())
 
@@ -2227,23 +2240,23 @@ def deserialize(data: bytes, name: str) -> dict[str, Any]:
         if damaged := zipfile.ZipFile(io.BytesIO(data)).testzip():
             raise ValueError(f"the checksum of {damaged} is wrong")
         return decode_values(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except Exception as error:  # of any type; torch's text goes on with unsafe advice
+    except Exception as error:  # of any type; torch's text gives unsafe advice
         problem = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
         raise InputError(f"{name} is damaged or not a model file: {problem}") from None
 
 
 def load_model(gpt: nn.Module, weights: Mapping[str, Any], name: str) -> None:
-    """Load a state_dict. name: of its file, for the error if names or shapes differ."""
+    """Load a state_dict. name: of its file, for errors."""
     try:
         gpt.load_state_dict(weights)
     except RuntimeError as error:
         problem = " ".join(str(error).split())[:300].rstrip(" ,")
-        advice = "use its run's knobs (final_result.json) and script (its log begins with it)"
+        advice = "use its run's knobs (final_result.json) and script (in its log)"
         raise InputError(f"{name} does not fit: {advice}: {problem}") from None
 
 
 def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
-    """Load the bytes of an artifact, a checkpoint or a state_dict. name: of the file."""
+    """Load an artifact, a checkpoint or a state_dict. name: of the file."""
     weights = deserialize(data, name)
     if "__quant_format__" in weights:
         weights = dequantize_state_dict_int8(weights)
@@ -2252,7 +2265,7 @@ def load_weights(gpt: nn.Module, data: bytes, name: str) -> None:
     load_model(gpt, weights, name)
 
 
-def write_file(path: Path, data: bytes, log: Log, before: Callable = lambda: None) -> bool:
+def write_file(path: Path, data: bytes, log: Log) -> bool:
     """Write a temporary file and rename it. If that fails, log a warning and return False."""
     temporary = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
@@ -2261,18 +2274,28 @@ def write_file(path: Path, data: bytes, log: Log, before: Callable = lambda: Non
             file.write(data)
             file.flush()
             try:
-                os.fsync(file.fileno())  # else a power cut could leave an empty file
+                os.fsync(file.fileno())  # else a power cut may empty it
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
                     raise  # the three mean: no fsync here
-        before()
         os.replace(temporary, path)
         return True
     except OSError as error:
         log(f"WARNING: {path} cannot be written: {error.strerror}")
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # leave the space to smaller files
+        with suppress(OSError):
+            temporary.unlink()  # room for smaller files
         return False
+
+
+@contextmanager
+def lock(folder: str, rank: int = 0) -> Iterator[None]:
+    """Let one run on this machine (rank 0) move and write files here."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # no such folder yet, or a disk without locks
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)  # unlocks, as a process's end does
+            fcntl.flock(descriptor, fcntl.LOCK_EX if rank == 0 else fcntl.LOCK_UN)
+        yield
 
 
 def move_older_files(hp: Hyperparameters, log: Log | None, *names: str) -> None:
@@ -2300,38 +2323,38 @@ def write_result(state: TrainingState, scores: dict[str, float]) -> list[str]:
     hp, runtime, train_ms = state.hp, state.runtime, state.stopwatch.elapsed_ms()
     facts = {
         **scores, "steps": state.step, "train_ms": train_ms,
-        "tokens_per_second": hp.train_batch_tokens * state.step / max(train_ms, 1) * 1000,
+        "tokens_per_second": 1000 * state.tokens / max(train_ms, 1),
         "bytes_code": len(runtime.source), "crc32": state.outputs, "input_crc32": state.inputs,
         "gptq_ms": state.gptq_ms,
         "model_params": sum(param.numel() for param in state.gpt.parameters()),
         "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20 or None,
-        "torch": torch.__version__, "device": str(runtime.device),
-        "world_size": runtime.world_size, "knobs": asdict(hp),
-        "run_seconds": time.perf_counter() - runtime.started,
+        "torch": torch.__version__, "device": str(runtime.device), "world_size": runtime.world_size,
+        "run_seconds": time.perf_counter() - runtime.started, "knobs": asdict(hp),
     }  # fmt: skip
-    # A number that is not finite becomes null: NaN is not JSON.
+    # NaN is not JSON: null.
     data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
     is_written = write_file(Path(hp.output_dir, RESULT), data.encode(), runtime.log)
     names = [*state.outputs, RESULT] if is_written else [*state.outputs]
     return [str(Path(hp.output_dir, name)) for name in names]
 
 
-def write_final(state: TrainingState, name: str, data: bytes) -> None:
-    """Write a model file. If another run in this folder has just written its own, that moves."""
+def write_final(state: TrainingState, name: str, data: bytes, *older: str) -> None:
+    """Move older files and write a model. No other run writes in between."""
     hp, log = state.hp, state.runtime.log
     state.outputs[name] = binascii.crc32(data)
-    write_result(state, {})  # first: no model is without its knobs
-    path = Path(hp.output_dir, name)
-    if not write_file(path, data, log, before=lambda: move_older_files(hp, log, name)):
-        del state.outputs[name]
+    with lock(hp.output_dir):
+        move_older_files(hp, log, *older)
+        write_result(state, {})  # first: no model is without its knobs
+        if not write_file(Path(hp.output_dir, name), data, log):
+            del state.outputs[name]
+            state.is_saved = False
 
 
 def write_model(state: TrainingState) -> tuple[bytes, str]:
     """Write the weights, then the artifact. Returns it, and the log's lines about sizes."""
-    move_older_files(state.hp, state.runtime.log, *FINAL_FILES)  # of a run that has ended since
-    write_final(state, WEIGHTS, serialize(state.gpt.state_dict()))
+    write_final(state, WEIGHTS, serialize(state.gpt.state_dict()), *FINAL_FILES)
     artifact, report, state.gptq_ms = export(state.gpt, state.hp, state.runtime)
-    write_final(state, ARTIFACT, artifact)
+    write_final(state, ARTIFACT, artifact, ARTIFACT)
     return artifact, report
 
 
@@ -2340,10 +2363,11 @@ OPTIMIZER_KNOBS = "params names lr base_lr betas eps backend_steps weight_decay"
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Any, keep_dtypes: bool) -> None:
-    """Restore a saved state_dict, but not its knobs. keep_dtypes: undo torch's cast."""
+    """Restore a state_dict, but not its knobs. keep_dtypes: undo torch's cast to params' dtype."""
     groups, saved_groups = optimizer.state_dict()["param_groups"], saved["param_groups"]
     key = "names" if "names" in saved_groups[0] else "params"  # older ones: running numbers
-    if [group.get(key) for group in saved_groups] != [group[key] for group in groups]:
+    old, new = ([(g.get(key), "betas" in g) for g in part] for part in (saved_groups, groups))
+    if old != new:
         problem = f"the checkpoint's {type(optimizer).__name__} has parameters in other places"
         raise InputError(f"{problem}: use its script and CONTROL_TENSOR_NAME_PATTERNS")
     for group, old in zip(groups, saved_groups, strict=True):
@@ -2381,7 +2405,8 @@ def read_checkpoint(hp: Hyperparameters) -> tuple[Path | None, dict[str, Any]]:
         return None, {}  # a new run
     if not path.is_file():
         raise InputError(f"RESUME={hp.resume!r} is not a file on the machine of rank 0")
-    older = {"knobs": {}, "shards": None, "scaler": {}, "script": None, "sequence": 0, "ema": {}}
+    older = {"knobs": {}, "shards": None, "scaler": {}, "script": None, "tokens": 0}
+    older |= {"sequence": 0, "ema": {}}
     saved = older | deserialize(path.read_bytes(), str(path))
     if own.is_file() and (seed := saved["knobs"].get("seed", hp.seed)) != hp.seed:
         raise InputError(f"{path} is of SEED={seed}: set this SEED, or another RUN_ID")
@@ -2398,9 +2423,9 @@ def load_checkpoint(state: TrainingState) -> None:
         return
     own = state.state_dict("meta")  # without values
     if missing := sorted(own.keys() - saved.keys()):
-        raise InputError(f"{path} has no {', '.join(missing)}: resume a checkpoint of this script")
+        raise InputError(f"{path} has no {', '.join(missing)}: use its own script")
     if dropped := sorted(saved.keys() - own.keys()):
-        log(f"WARNING: {', '.join(dropped)} of {path} is dropped: this script does not have it")
+        log(f"WARNING: {', '.join(dropped)} of {path} is dropped: this script lacks it")
     script = saved["script"] or own["script"]
     old = saved["knobs"] | {"train_shards": saved["shards"], "resume": "", "script": script}
     new = own["knobs"] | {"train_shards": own["shards"], "resume": "", "script": own["script"]}
@@ -2411,18 +2436,19 @@ def load_checkpoint(state: TrainingState) -> None:
 
 def stop(state: TrainingState, signum: int) -> int:
     """Save a checkpoint after a signal. Returns the exit code."""
+    is_saved = all(state.runtime.gather(save_checkpoint(state)))
     command = f"rerun this command with RESUME=auto RUN_ID={shlex.quote(state.hp.run_id)}"
-    advice = command if save_checkpoint(state) else "not saved"
+    advice = command if is_saved else "not saved"
     state.runtime.log(f"stopped: signal:{signum} step:{state.step}/{state.hp.iterations}: {advice}")
-    return 128 + signum
+    return 128 + signum if is_saved else 1
 
 
 # ---- Log lines ------------------
 def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
     hp = gpt.hp
     cudnn = SDPBackend.CUDNN_ATTENTION in attention_backends(runtime.device, hp.train_seq_len)
-    tied = hp.tie_embeddings
-    defaults = asdict(Hyperparameters(run_id=hp.run_id))  # RUN_ID is random and left out
+    tied, inputs = hp.tie_embeddings, validation.inputs
+    defaults = asdict(Hyperparameters(run_id=hp.run_id))
     knobs = [f"{k.upper()}={v}" for k, v in asdict(hp).items() if v != defaults[k]]
     runtime.log(
         f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={hp.tokenizer_path}\n"
@@ -2430,6 +2456,7 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
         f"train_shards:{len(glob.glob(hp.files('train')))}\n"
         f"val_loader:shards pattern={os.path.join(hp.data_path, 'fineweb_val_*.bin')} "
         f"tokens:{len(validation.tokens) - 1}\n"
+        f"input_crc32 val_tokens:{inputs['val_tokens']} tokenizer:{inputs['tokenizer']}\n"
         f"model_params:{sum(param.numel() for param in gpt.parameters())}\n"
         f"world_size:{runtime.world_size} grad_accum_steps:{hp.batch_slots // runtime.world_size}\n"
         f"sdp_backends:cudnn={cudnn} flash=True mem_efficient=True math=True\n"
@@ -2447,14 +2474,8 @@ def log_settings(gpt: GPT, validation: Validation, runtime: Runtime) -> None:
 
 
 def log_warnings(validation: Validation, runtime: Runtime) -> None:
-    """Warn about a misspelled knob, a wrong tokenizer or an unusable GPU."""
-    knobs = [knob.name.upper() for knob in fields(Hyperparameters)]
-    usual_names = dict(LR="MATRIX_LR", LEARNING_RATE="MATRIX_LR", BATCH_SIZE="TRAIN_BATCH_TOKENS")
-    usual_names |= dict(STEPS="ITERATIONS", MAX_STEPS="ITERATIONS", EPOCHS="ITERATIONS")
-    for name in sorted(os.environ.keys() - {*knobs}):
-        text = usual_names.get(name.upper(), name.upper())
-        for knob in difflib.get_close_matches(text, knobs, n=1, cutoff=0.85):
-            runtime.log(f"unknown_knob:{name} is ignored: did you mean {knob}?")
+    for line in unknown_knobs():
+        runtime.log(line)
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if not dist.is_initialized() and os.environ.get(name, "1") != "1":
             runtime.log(f"WARNING: {name}={os.environ[name]}, but this run is alone: use torchrun")
@@ -2469,16 +2490,16 @@ def log_step(state: TrainingState, rank_loss: Tensor) -> None:
     hp, runtime, stopwatch = state.hp, state.runtime, state.stopwatch
     name = f"step:{state.step}/{hp.iterations}"
     if hp.train_log_every > 0 and (state.step <= 10 or state.step % hp.train_log_every == 0):
-        state.train_loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
-        runtime.log(f"{name} train_loss:{state.train_loss:.4f} {stopwatch.report(state.step)}")
+        loss = sum(runtime.gather(rank_loss.item())) / runtime.world_size
+        runtime.log(f"{name} train_loss:{loss:.4f} {stopwatch.report(state.step)}")
+        state.train_loss = state.train_loss if state.is_skipped else loss  # fp16 may overflow once
     elapsed_ms = stopwatch.elapsed_ms()
     minutes_left = elapsed_ms * (1 / progress(hp, state.step, elapsed_ms) - 1) / 60_000
-    speed = hp.train_batch_tokens * state.step / elapsed_ms * 1000
-    runtime.log.status(f"{minutes_left:.1f} min left, {speed:,.0f} tokens/s, {name}")
+    speed = f"{1000 * state.tokens / elapsed_ms:,.0f} tokens/s"
+    runtime.log.status(f"{minutes_left:.1f} min left, {speed}, {name}")
 
 
 def log_end(state: TrainingState, report: str) -> None:
-    """Log how training ended. report: the lines about sizes."""
     hp, runtime = state.hp, state.runtime
     if state.step < hp.iterations:
         end = f"train_time:{state.stopwatch.elapsed_ms():.0f}ms step:{state.step}/{hp.iterations}"
@@ -2495,7 +2516,7 @@ def log_end(state: TrainingState, report: str) -> None:
 
 
 def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
-    """Log the last lines of a run, or of score.py: warnings, and the score under this name."""
+    """Log the last lines of a run or of score.py: warnings, and the score under this name."""
     log_warnings(validation, runtime)
     stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
     runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}{validation.part}")
@@ -2518,7 +2539,7 @@ def retokenizes(tokenizer: SentencePieceProcessor, tokens: np.ndarray) -> bool:
 # ---- main -----------------------
 WAYS_TO_DATA = """\
   get FineWeb:     python3 data/cached_challenge_fineweb.py --variant sp1024
-  or run the demo: PRESET=demo python train_gpt.py, with DATA_PATH and TOKENIZER_PATH unset
+  or run the demo: PRESET=demo python train_gpt.py where data/ is, without a DATA_PATH
   or use a text:   python3 data/download_hf_docs_and_tokenize.py --docs FILE --output-root mydata
   for a record:    see tests/records/README.md"""
 
@@ -2529,7 +2550,9 @@ def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
     if hp.preset != "demo" or (hp.data_path, hp.tokenizer_path) != demo_paths:
         return
     builders = [folder / "data/demo_corpus.py" for folder in Path(__file__).resolve().parents]
-    builder = next(filter(Path.is_file, builders), builders[0])
+    builder = next(filter(Path.is_file, builders), None)
+    if builder is None:
+        return  # use existing data
     command = [sys.executable, builder, "--dataset", hp.data_path, "--tokenizer", hp.tokenizer_path]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
@@ -2539,8 +2562,8 @@ def prepare_demo(hp: Hyperparameters, runtime: Runtime) -> None:
 
 def leave(job: Callable[[], int]) -> NoReturn:
     """Run a job and exit with its code, or with 1 after an error. Also for tools."""
-    with contextlib.suppress(AttributeError):  # if stdout is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters it cannot show
+    with suppress(AttributeError):  # if stdout is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have any letters
     try:
         code = job()
         if dist.is_initialized():
@@ -2554,9 +2577,9 @@ def leave(job: Callable[[], int]) -> NoReturn:
             error.__traceback__ = None  # the message is enough
         sys.excepthook(type(error), error, error.__traceback__)
     if dist.is_initialized():
-        with contextlib.suppress(AttributeError, OSError):
+        with suppress(AttributeError, OSError):
             sys.stdout.flush()  # os._exit does not flush
-        os._exit(code)  # the interpreter's own exit may hang or abort in gloo's threads
+        os._exit(code)  # a normal exit may hang in gloo's threads
     sys.exit(code)
 
 

@@ -4,8 +4,8 @@ A gain is the baseline's loss minus the candidate's, in two runs with the same s
 0.01, repeated after each of 2 to 30 pairs, calls 7 % of useless changes better. The evidence here
 is a test martingale: at most 5 % of them ever reach 20, and 1 % reach 100 (Ville, 1939). It assumes
 that gains are roughly normal, without rare disasters: a useless change that gains 1 in nine of ten
-pairs and loses 9 in the tenth, as if it sometimes diverged, reaches 20 in two thirds of simulated
-experiments of 16 pairs; a picture of more pairs shows it. Needs pip install scipy."""
+pairs and loses 9 in the tenth reaches 20 in two thirds of simulated experiments of 16 pairs; a
+picture of more pairs shows it. A run that diverges is worth -inf. Needs pip install scipy."""
 
 import math
 from collections.abc import Sequence
@@ -18,6 +18,8 @@ from scipy import optimize, special, stats
 
 ALPHA = 0.05  # probability that a limit of the interval is ever wrong
 SCORES = {"nats": "val_loss", "bits per byte": "val_bpb"}  # figures of a run by unit
+# Exit codes of a verdict, in experiment.py and compare_runs.py; 2: an error, so no verdict.
+EXIT_CODES = {"better": 0, "worse": 1, "not better": 1, "not yet": 1}
 EFFECTS = np.array([0.5, 1, 2, 4, 8, 16])  # true gains to look for, in standard deviations
 
 
@@ -43,7 +45,10 @@ def quantile(n: int, alpha: float = ALPHA) -> float:
 
 
 def evidence(gains: Sequence[float], by: float = 0.0) -> float:
-    """Evidence that the true gain is above `by`. 1 if all gains are equal, which says nothing."""
+    """Evidence that the true gain is above `by`. 0 if one is -inf: the candidate diverged. 1 if all
+    are equal, which says nothing."""
+    if -math.inf in gains:
+        return 0.0
     if len({*gains}) < 2:
         return 1.0
     return evidence_of_t((fmean(gains) - by) / stdev(gains) * math.sqrt(len(gains)), len(gains))
@@ -51,6 +56,8 @@ def evidence(gains: Sequence[float], by: float = 0.0) -> float:
 
 def interval(gains: Sequence[float], alpha: float = ALPHA) -> tuple[float, float]:
     """Limits of the true gain. Each is ever wrong with probability alpha, over all looks."""
+    if -math.inf in gains:
+        return -math.inf, -math.inf
     if len({*gains}) < 2:
         return -math.inf, math.inf
     half = quantile(len(gains), alpha) * stdev(gains) / math.sqrt(len(gains))
@@ -70,6 +77,18 @@ def verdict(gains: Sequence[float], by: float = 0.0, alpha: float = ALPHA) -> st
     if len(gains) > 1 and (fmean(gains) <= by or high <= by):
         return "not better"
     return "not yet"
+
+
+def welch(
+    baseline: Sequence[float], candidate: Sequence[float], by: float, alpha: float
+) -> tuple[str, float, tuple[float, float]]:
+    """Run Welch's t-test of losses without pairs, whose number was chosen before. Returns the
+    verdict, p for a gain of at most `by`, and the 95 % confidence interval of the gain."""
+    moved = [loss + by for loss in candidate]
+    p = stats.ttest_ind(baseline, moved, equal_var=False, alternative="greater").pvalue
+    low, high = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval()
+    word = "better" if p < alpha else "worse" if high < min(0, by) else "not better"
+    return word, p, (low, high)
 
 
 def describe(gains: Sequence[float], unit: str, by: float = 0.0, alpha: float = ALPHA) -> str:

@@ -199,6 +199,9 @@ def main() -> int:
         train_gpt.attention_backends = lambda device, seq_len: backends
     with tempfile.TemporaryDirectory() as folder:
         hp = train_gpt.Hyperparameters.from_env({**os.environ, "DATA_PATH": folder})
+        if hp.vocab_size > 2**16:
+            problem = f"VOCAB_SIZE={hp.vocab_size} is above 65536, and tokens are uint16"
+            raise train_gpt.InputError(f"{problem}: lower it")
         tokens = np.random.default_rng(0).integers(hp.vocab_size, size=4_000_000, dtype="<u2")
         files.write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
         bench = bench_slots if args.slots else bench_step

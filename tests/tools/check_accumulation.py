@@ -182,7 +182,7 @@ def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) 
     seeds = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
     pairs = zip(roots, seeds or [None] * len(roots), strict=True)
     is_live = all(root.requires_grad and root.device.type != "meta" for root in roots)
-    if is_live and not watch.is_busy:
+    if is_live and not watch.is_busy and torch._C._current_graph_task_id() == -1:
         end_step()
         if watch.step == int(STEPS):
             finish(0)
@@ -210,7 +210,7 @@ def record(optimizer: Optimizer) -> None:
     for param in (p for group in optimizer.param_groups for p in group["params"] if p not in part):
         part[param] = grad = None if param.grad is None else sketch(param.grad) / scale
         before, after = watch.clipped.get(param, (grad, None))
-        if after is not None and np.array_equal(grad * scale, after):  # nothing came after it
+        if after is not None and before.any() and np.array_equal(grad * scale, after):
             part[param] = before / scale
             watch.coefficients.append(float(np.linalg.norm(after) / np.linalg.norm(before)))
     watch.ends[id(optimizer)] = len(watch.batches)
@@ -236,8 +236,7 @@ def call_closure(optimizer: Optimizer, closure: Callable, earlier: list) -> Any:
         value = closure()
     watch.is_busy = False
     if not earlier:
-        record(optimizer)
-    earlier.append(value)
+        earlier.append(record(optimizer))  # only the first call counts
     return value
 
 
@@ -246,15 +245,16 @@ def end_step() -> None:
     written = 0
     for first, part in sorted(watch.parts.items()):
         ids = {id(param) for param in part}
-        window = [batch for batch in watch.batches[first:] if batch is not None]
         # With several optimizers, a micro-batch may be of other parameters.
-        own = [batch for batch in window if ids & batch["sketch"].keys() or not batch["sketch"]]
+        window = filter(None, watch.batches[first:])
+        own = [b for b in window if ids & b["sketch"].keys() or not b["sketch"]]
         finite = [b for b in own if all(np.isfinite(v).all() for v in b["sketch"].values())]
-        if not any(grad is not None for grad in part.values()) or not any(b["sketch"] for b in own):
-            watch.notes["no_gradient"] = None
-        elif any(batch["sketch"] for batch in finite):
+        grads = [grad for grad in part.values() if grad is not None]
+        if grads and np.isfinite(np.concatenate(grads)).all() and any(b["sketch"] for b in finite):
             write_part(f"step{watch.step}.part{written}.rank{RANK or 0}", part, finite)
             written += 1
+    if watch.parts and not written and not (grads and own):
+        watch.notes["no_gradient"] = None
     if watch.ends:
         watch.calls = [call for call in watch.calls if call.step == watch.step]
         watch.starts |= watch.ends
@@ -383,8 +383,7 @@ unequal wrong: a target weighs {0:.2f} to {1:.2f} times its share: divide by the
 factor wrong: all weigh {0:.3g} times their share: {1}
 common note: all weigh {0:.3g} times their share, a common factor: harmless for Adam and Muon, not
     for clipping, SGD and weight decay
-rest note: {0:.2g} % of the gradient is no sum of these losses' gradients: another loss term, noise,
-    weight decay by hand, or rounding
+rest note: {0:.2g} % of the gradient is no sum of these losses' gradients: another loss term? noise?
 often note: gradients are exchanged in {0} of {1} micro-steps: one is enough, the last
 short note: steps have from {0} to {1} micro-steps
 skipped note: the GradScaler left out a step
@@ -432,7 +431,8 @@ def read_step(name: str, facts: list[dict], before: list[Any]) -> SimpleNamespac
     shares = np.where(judged, counts, 1) / counts.sum()
     # Of micro-batches with equal gradients, only the sum of the weights is known: they share it.
     unit = columns / np.maximum(np.linalg.norm(columns, axis=1), 1e-300)[:, None]
-    kept, place = np.unique(np.argmax(unit @ unit.T > 1 - 1e-9, axis=1), return_inverse=True)
+    is_equal = (unit @ unit.T > 1 - 1e-9) | np.eye(len(unit), dtype=bool)
+    kept, place = np.unique(is_equal.argmax(axis=1), return_inverse=True)
     sums = np.bincount(place, weights=shares)
     table, largest = [], np.zeros(3)  # of error, before, rest
     for gradient, old in zip(grads, before, strict=True):
@@ -445,7 +445,7 @@ def read_step(name: str, facts: list[dict], before: list[Any]) -> SimpleNamespac
                 (*weights, times), errors, left = again[0], again[1][:-1], again[2]
         table.append((weights / sums)[place])
         rest = np.linalg.norm(left + (table[-1] * shares) @ other) / length
-        largest = np.maximum(largest, [(errors / sums).max(), abs(times), rest])
+        largest = np.maximum(largest, [(errors / sums)[place][judged].max(), abs(times), rest])
     return SimpleNamespace(
         name=name,
         owner=owner[judged],  # of each column: the rank that reads it

@@ -7,8 +7,8 @@
 A log is logs/RUN_ID.txt or the printed output of a run; the run may still be going. The runs of a
 side should differ only by their seed. tests/tools/README.md explains the output.
 
-Exit code 0: shown to be better, or there is nothing to test. 1: not shown. 2: it could not be
-tested, or an argument or a file is wrong. 3: nothing to draw.
+Exit code 0: better, or there is nothing to test. 1: worse, not better, or not yet. 2: it could not
+be tested, or an argument or a file is wrong. 3: nothing to draw.
 
 Needs pip install scipy matplotlib."""
 
@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice, product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NoReturn
@@ -25,12 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
 import anytime
 import numpy as np
-from logs import HEADER, Run, list_texts, read_run
+from logs import Run, list_checksums, list_texts, read_run
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from scipy import stats
 from trained import check_picture, existing_file, files, start_program
 
 # Facts in which all finished runs should agree; the first two depend on the tokenizer.
@@ -38,10 +37,10 @@ SHARED_FACTS = ("data", "validation", "batch", "length", "time_limit", "stride")
 # Columns of the table: width and format.
 COLUMNS = {
     "seed": (8, ".0f"), "steps": (7, ".0f"), "ms_per_step": (13, ".2f"),
-    "val_loss": (10, ".6f"), "val_bpb": (10, ".6f"), "memory_mib": (12, ".0f"),
-    "artifact_bytes": (16, ",.0f"), "total_bytes": (13, ",.0f"),
+    "val_loss": (10, ".6f"), "val_bpb": (10, ".6f"), "peak_memory_mib": (17, ".0f"),
+    "artifact_bytes": (16, ",.0f"), "bytes_total": (13, ",.0f"),
 }  # fmt: skip
-AVERAGED = [name for name in COLUMNS if name not in ("seed", "steps", "memory_mib")]
+AVERAGED = [name for name in COLUMNS if name not in ("seed", "steps", "peak_memory_mib")]
 
 
 # ---- the runs -----------------------------------------------------------------------------------
@@ -51,7 +50,6 @@ class Group:
 
     name: str
     runs: list[Run]
-    label: str = ""  # in the picture; "": the seed of each run
 
     @property
     def finished(self) -> list[Run]:
@@ -65,8 +63,10 @@ class Group:
         """Name two logs of one model, which are not two samples, or return "". Such logs have one
         seed and the same training losses, or no training losses (logs of score.py)."""
         for a, b in combinations(self.finished, 2):
-            is_score_only = not a.train or not b.train
-            if a.facts.get("seed") == b.facts.get("seed") and (is_score_only or a.train == b.train):
+            is_one_seed = a.facts.get("seed") == b.facts.get("seed")
+            is_score_only = "seed" in a.facts and not (a.train and b.train)
+            is_one_curve = is_score_only or a.train == b.train != {}
+            if a.crc32 == b.crc32 or (is_one_seed and is_one_curve):
                 return f"{a.path} and {b.path} are one run, or scores of one model: keep one"
         return ""
 
@@ -87,8 +87,8 @@ def find_warnings(groups: list[Group]) -> list[str]:
     """List differences that make a comparison meaningless."""
     runs = [run for group in groups for run in group.finished]
     warnings, facts = [], SHARED_FACTS
-    if list_different(runs, "tokenizer"):  # then compare the bytes of the validation texts
-        facts = SHARED_FACTS[2:]
+    if any(list_different(runs, fact) for fact in ("tokenizer", "tokenizer_crc")):
+        facts = SHARED_FACTS[2:]  # compare the bytes of the validation texts
         if texts := list_texts(runs):
             warnings.append(f"the runs differ in validation text: {texts}")
     for fact in facts:
@@ -114,43 +114,64 @@ def pair_by_seed(sides: list[list[Run]]) -> list[tuple[Run, Run]]:
     return [(first[seed], second[seed]) for seed in seeds]
 
 
-def run_welch(groups: list[Group], unit: str, by: float, alpha: float) -> tuple[bool, str]:
-    """Run Welch's t-test: is the candidate better by more than `by`? Also returns a text."""
-    baseline, candidate = (np.array(group.values(anytime.SCORES[unit])) for group in groups)
-    low, high = stats.ttest_ind(baseline, candidate, equal_var=False).confidence_interval()
-    p = stats.ttest_ind(baseline, candidate + by, equal_var=False, alternative="greater").pvalue
-    verdict = "no, it is worse" if high < 0 else "shown" if p < alpha else "not shown"
-    gain = f"{(low + high) / 2:.5f} {unit}, 95 % confidence interval {low:.5f} to {high:.5f}"
-    gain = f"all runs, as seeds or scripts differ: {gain}"
-    return p < alpha, f"{gain}\n  better by more than {by:g}? {verdict} (p = {p:.2g})"
+def find_obstacle(groups: list[Group]) -> str:
+    """Say why the sides cannot be compared, or return ""."""
+    for group in groups:
+        for run in group.runs:
+            if not math.isfinite(run.figures.get("val_loss", 0)):
+                return f"{group.name}: {run.path} diverged: {run.unfinished}"
+        if len(group.finished) < 2:
+            few = f"{len(group.finished)} finished; each side needs two, preferably more"
+            return f"{group.name}: {few}"
+        if repeat := group.find_repeat():
+            return f"{group.name}: {repeat}"
+        if len({*group.values("val_loss")}) == 1:
+            return f"{group.name}: all runs end with the same loss: let the script use its seed"
+    for a, b in product(*(group.finished for group in groups)):
+        known = [(run.facts.get("seed"), run.facts["val_loss"], run.train) for run in (a, b)]
+        if a.crc32 == b.crc32 or known[0] == known[1]:
+            return f"{a.path} and {b.path} are one run, or the change does nothing"
+    runs = sum((group.finished for group in groups), [])
+    if checksums := list_checksums(runs):
+        return f"SCORES OF DIFFERENT VALIDATION TEXTS (checksums {checksums})"
+    for mark, name in (("stride", "STRIDES"), ("part", "PARTS OF THE TEXT")):
+        if values := list_different(runs, mark):
+            return f"SCORES OF DIFFERENT {name} ({values}): score the models again alike"
+    return ""
 
 
 def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
     """Compare pairs of one seed, else all runs. Returns the exit code and the verdict, or why there
-    is none."""
-    for group in groups:
-        if len(group.finished) < 2:
-            few = f"{len(group.finished)} finished; each side needs two, preferably more"
-            return 2, f"not tested: {group.name}: {few}"
-        if repeat := group.find_repeat():
-            return 2, f"not tested: {group.name}: {repeat}"
+    is none. Nobody is better by the digits that a log lacks: then the baseline's losses are half a
+    unit of the last digit lower, and the candidate's half a unit higher."""
+    if obstacle := find_obstacle(groups):
+        return 2, f"not tested: {obstacle}"
     sides = [group.finished for group in groups]
-    runs = sum(sides, [])
-    if strides := list_different(runs, "stride"):
-        return 2, f"not tested: SCORES OF DIFFERENT STRIDES ({strides}): use one EVAL_STRIDE"
-    unit = common_unit(runs, tolerance=1e-6)
-    pairs = pair_by_seed(sides)
-    if pairs:
+    few_digits = max(r.rounding("val_loss") + r.rounding("val_bpb") for r in sum(sides, []))
+    unit = common_unit(sum(sides, []), tolerance=1e-6 + few_digits)
+    figure = anytime.SCORES[unit]
+    rounding = sum(max(run.rounding(figure) for run in side) for side in sides)
+    note = f"the logs' scores have few digits: a gain counts {rounding:.2g} less\n"
+    if pairs := pair_by_seed(sides):
         rule = "evidence of pairs"
-        figure = anytime.SCORES[unit]
-        gains = [a.figures[figure] - b.figures[figure] for a, b in pairs]
-        is_shown = anytime.verdict(gains, by, alpha) == "better"
+        gains = [round(a.figures[figure] - b.figures[figure], 9) for a, b in pairs]
+        if anytime.verdict(gains, by, alpha) == "better":
+            gains = [gain - rounding for gain in gains]
+        word = anytime.verdict(gains, by, alpha)
         text = f"{len(pairs)} pairs of one seed: {anytime.describe(gains, unit, by, alpha)}\n"
         text += f"  {anytime.describe_evidence(gains, by, alpha)}"
     else:
         rule = "Welch's t-test"
-        is_shown, text = run_welch(groups, unit, by, alpha)
-    return int(not is_shown), f"rule: {rule}, level {alpha:g}; baseline minus candidate:\n{text}"
+        baseline, candidate = (group.values(figure) for group in groups)
+        word, p, (low, high) = anytime.welch(baseline, candidate, by, alpha)
+        if word == "better":
+            candidate = [loss + rounding for loss in candidate]
+            word, p, (low, high) = anytime.welch(baseline, candidate, by, alpha)
+        gain = f"{(low + high) / 2:.5f} {unit}, 95 % confidence interval {low:.5f} to {high:.5f}"
+        text = f"all runs, as seeds or scripts differ: {gain}\n"
+        text += f"  better by more than {by:g}? {word} (p = {p:.2g})"
+    text = f"rule: {rule}, level {alpha:g}; baseline minus candidate:\n{text}"
+    return anytime.EXIT_CODES[word], note * (rounding > 1e-6) + text
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -178,10 +199,16 @@ def format_table(groups: list[Group]) -> str:
 
 
 def format_report(groups: list[Group], verdict: str) -> str:
-    unfinished = [run for group in groups for run in group.runs if run.unfinished]
-    notes = [f"no final line: {run.path}: it ends with {run.unfinished}" for run in unfinished]
+    runs = [run for group in groups for run in group.runs]
+    notes = [f"no final line: {run.path}: {run.unfinished}" for run in runs if run.unfinished]
+    anew = "has runs that began anew: the last start counts, not the"
+    notes += [f"{run.path} {anew} {run.earlier} before it" for run in runs if run.earlier]
+    twins = [(a.path, b.path) for a, b in combinations(runs, 2) if a.crc32 == b.crc32]
+    notes += [f"warning: {a} and {b} are one log" for a, b in twins]
     notes += [f"warning: {warning}" for warning in find_warnings(groups)]
-    runs = [run for group in groups for run in group.finished]
+    runs = [run for run in runs if not run.unfinished]
+    if len(runs) > 1 and (unknown := [str(r.path) for r in runs if "val_crc" not in r.facts]):
+        notes.append(f"no checksum, so the validation text was not checked: {', '.join(unknown)}")
     lines = sorted({run.facts["score"] for run in runs})
     for line in lines:
         names = [str(run.path) for run in runs if run.facts["score"] == line]
@@ -203,13 +230,8 @@ def draw_curves(axes: Axes, groups: list[Group], colors: list[str], unit: str) -
             factor = 1.0 if unit == "nats" else run.bpb_per_nat
             for losses, absent in ((run.train, "marker"), (run.val, "linestyle")):
                 if losses:
-                    curves.append({step: factor * loss for step, loss in losses.items()})
+                    curves.append({step: factor * loss for step, loss in sorted(losses.items())})
                     axes.plot([*curves[-1]], [*curves[-1].values()], **style | {absent: "None"})
-            # The log may lack the training loss of the last step.
-            if run.train and max(run.val, default=0) > max(run.train):
-                ends = max(run.train), max(run.val)
-                between = [factor * run.train[ends[0]], factor * run.val[ends[1]]]
-                axes.plot(ends, between, **style | {"linestyle": ":", "marker": "None"})
     # The losses of the first fifth would flatten the rest. The last loss of a shorter run stays in
     # view, unless that run has hardly begun.
     end = max(step for losses in curves for step in losses)
@@ -218,60 +240,27 @@ def draw_curves(axes: Axes, groups: list[Group], colors: list[str], unit: str) -
     late += [losses[max(losses)] for losses in curves if max(losses) >= end / 50]
     late = [loss for loss in late if math.isfinite(loss)] or [0.0]
     margin = 0.05 * (max(late) - min(late)) or 0.1
-    low, high = min(late) - margin, max(late) + margin
-    title = "training (lines) and validation (points)"
-    if unit != "nats":  # tokenizers differ, and no log has the bytes of the training text
-        title = "validation (points), training (lines, with validation's bytes per token)"
-    axes.set(title=title, xlabel="step", ylabel=f"loss in {unit}", ylim=(low, high))
+    limits = min(late) - margin, max(late) + margin
+    # Tokenizers may differ, and no log has the bytes of the training text.
+    bytes_of = "" if unit == "nats" else ", with validation's bytes per token"
+    title = f"validation (points) and training (lines{bytes_of})"
+    axes.set(title=title, xlabel="step", ylabel=f"loss in {unit}", ylim=limits)
     axes.grid(alpha=0.3)
-    val = groups[0].runs[0].val if len(groups) == len(groups[0].runs) == 1 else {}
-    style = {"textcoords": "offset points", "arrowprops": {"arrowstyle": "-", "color": "gray"}}
-    for step in sorted(val)[:1] + sorted(val)[1:][-1:]:  # the first and the last
-        style |= {"xytext": (30, -3) if step == min(val) else (-90, 30), "fontsize": "small"}
-        axes.annotate(f"validation: {val[step]:.4f}", (step, val[step]), **style)
-
-
-def format_spread(losses: list[float]) -> str:
-    return f"\nstandard\ndeviation\n{stdev(losses):.4f}" if len(losses) > 1 else ""
-
-
-def has_seeds(runs: list[Run]) -> bool:
-    """Return whether each run has a seed of its own."""
-    return len({run.facts.get("seed") for run in runs} - {None}) == len(runs)
 
 
 def draw_scores(axes: Axes, groups: list[Group], colors: list[str], unit: str) -> None:
-    """Draw the final losses, a dot with a label for each run. Lines join the pairs of two sides."""
-    figure, columns = anytime.SCORES[unit], []
+    """Draw the final losses. Lines join the pairs of two sides."""
+    figure = anytime.SCORES[unit]
     for x, (group, color) in enumerate(zip(groups, colors, strict=True)):
         losses = group.values(figure)
         axes.plot([x] * len(losses), losses, "o", color=color)
-        columns.append(f"{group.name}{format_spread(losses)}")
-        side = -1 if group.name == "baseline" else 1
-        # Dots may be close: every other label is farther away.
-        for i, run in enumerate(sorted(group.finished, key=lambda run: run.figures[figure])):
-            place, label = (x, run.figures[figure]), group.label or run.facts.get("seed") or ""
-            style = {"xytext": (side * (6 + 14 * (i % 2)), 0), "textcoords": "offset points"}
-            style |= {"ha": "right" if side < 0 else "left", "va": "center", "fontsize": "small"}
-            axes.annotate(label, place, **style)
-    if groups[0].name == "baseline":
-        axes.set_xticks(range(len(groups)), columns)
-        for pair in pair_by_seed([group.finished for group in groups]) if len(groups) == 2 else ():
-            losses = [run.figures[figure] for run in pair]
-            axes.plot([0, 1], losses, color="gray", linewidth=0.8, zorder=0)
-    else:
-        runs = [run for group in groups for run in group.finished]
-        spread = format_spread([run.figures[figure] for run in runs]).strip()
-        axes.set(xticks=[], xlabel=spread if has_seeds(runs) else "")
-    axes.set(title=f"final losses in {unit}", xlim=(-0.8, len(groups) - 0.2))
+    sides = [group.finished for group in groups]
+    for pair in pair_by_seed(sides) if groups[-1].name == "candidate" else ():
+        losses = [run.figures[figure] for run in pair]
+        axes.plot([0, 1], losses, color="gray", linewidth=0.8, zorder=0)
+    axes.set(title=f"final losses in {unit}", xticks=[], xlim=(-0.8, len(groups) - 0.2))
     axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(alpha=0.3)
-
-
-def short_name(path: Path, folder: str) -> str:
-    """Return a log's path from this folder on, without its suffix and, if long, its middle."""
-    name = os.path.relpath(path.with_suffix(""), folder)
-    return name if len(name) <= 60 else f"{name[:28]} … {name[-28:]}"
 
 
 def draw(groups: list[Group]) -> Figure:
@@ -279,28 +268,24 @@ def draw(groups: list[Group]) -> Figure:
     rcParams.update({"text.usetex": False, "axes.titlesize": "medium"})  # whatever users set
     runs = [run for group in groups for run in group.runs if run.train or run.val]
     unit = common_unit(runs, tolerance=1e-3)
-    legend = {"loc": "outside lower center", "fontsize": "small", "frameon": False}
     if groups[0].name == "runs":
         runs.sort(key=lambda run: run.figures.get("seed", math.inf))
         folder = os.path.commonpath([run.path.absolute().parent for run in runs])
         groups = []
-        for number, run in enumerate(runs, 1):
-            label = run.facts["seed"] if has_seeds(runs) else str(number)
+        for run in runs:
+            name = os.path.relpath(run.path.with_suffix(""), folder)
+            name = name if len(name) <= 60 else f"{name[:28]} … {name[-28:]}"
             score = "" if run.unfinished else f", {run.figures['val_bpb']:.4f}"
-            groups.append(Group(f"{short_name(run.path, folder)}: {label}{score}", [run], label))
-        kind = "seed" if has_seeds(runs) else "number"
-        legend |= {"title": f"log: {kind}, score in bits per byte", "title_fontsize": "small"}
+            groups.append(Group(f"{name}: {run.facts.get('seed', 'unknown')}{score}", [run]))
+    legend = {"loc": "outside lower center", "fontsize": "small", "frameon": False}
+    if groups[0].name != "baseline":
+        legend |= {"title": "log: seed, score in bits per byte", "title_fontsize": "small"}
     colors = [*map(to_hex, colormaps["turbo"](np.linspace(0.1, 0.9, len(groups))))]
     legend["ncols"] = max(1, 120 // (max(len(group.name) for group in groups) + 8))
     height = 4.5 + 0.2 * math.ceil(len(groups) / legend["ncols"])  # in inches
     figure = Figure(figsize=(9, height), layout="constrained")
     is_compared = sum(len(group.finished) for group in groups) > 1
-    axes = figure.add_subplot(1, 4, (1, 3 if is_compared else 4))
-    draw_curves(axes, groups, colors, unit)
-    known = [run.bpb_per_nat for run in runs if not math.isnan(run.bpb_per_nat)]
-    if unit == "nats" and known:
-        limits = [known[0] * loss for loss in axes.get_ylim()]
-        axes.twinx().set(ylim=limits, ylabel="bits per byte")
+    draw_curves(figure.add_subplot(1, 4, (1, 3 if is_compared else 4)), groups, colors, unit)
     if is_compared:
         draw_scores(figure.add_subplot(1, 4, 4), groups, colors, unit)
     for text, group in zip(figure.legend(**legend).get_texts(), groups, strict=True):
@@ -309,6 +294,14 @@ def draw(groups: list[Group]) -> Figure:
 
 
 # ---- command line --------------------------------------------------------------------------------
+def is_training(path: Path) -> bool:
+    """Return whether this is the log of a run, not of score.py, and not another file."""
+    try:
+        return "model" not in read_run(path).facts
+    except OSError:
+        return False
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     parser = start_program(__doc__)
     logs = {"type": existing_file, "metavar": "LOG"}
@@ -321,9 +314,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--picture", type=files.path, metavar="FILE", help="an .svg or .png")
     args = parser.parse_args(arguments)
     if not (args.logs or args.baseline or args.candidate):
-        logs = sorted(Path("logs").glob("*.txt"), key=os.path.getmtime)
-        outputs = {log: log.read_bytes().rpartition(HEADER)[2] for log in logs}  # without scripts
-        args.logs = [log for log in logs if b"\nscore:" not in outputs[log]][-1:]  # score.py's
+        found = [path for path in Path("logs").glob("*.txt") if path.is_file()]
+        newest = sorted(found, key=os.path.getmtime, reverse=True)
+        args.logs = [*islice(filter(is_training, newest), 1)]
         if not args.logs:
             parser.error("there is no log in logs/: name the LOG files")
         args.picture = args.picture or args.logs[0].with_suffix(".png")

@@ -36,15 +36,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 import anytime
 import ledger
 import torch
-from jobs import Run, Side, train
+from jobs import Job, Side, train
 from logs import list_texts, read_run, read_script
-from trained import OWN, SCRIPT, check_picture, existing_file, files, load_script
+from trained import OWN, SCRIPT, existing_file, files, load_script
 
 QUICK = {"ITERATIONS": "150", "MAX_WALLCLOCK_SECONDS": "0", "WARMDOWN_FRAC": "0.3"}
 QUICK |= {"VAL_LOSS_EVERY": "0", "TRAIN_LOG_EVERY": "10"}
 # A hook of git has these variables, and they may name another repository.
 HOOK = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
-PIECE = 2**18  # bytes; 16 of these tell data files apart
+SECRET = {"KEY", "TOKEN", "SECRET", "PASSWORD"}  # words in the names of variables
 
 
 # ---- the two sides -------------------------------------------------------------------------------
@@ -85,11 +85,13 @@ def read_sources(args: Namespace) -> tuple[list[bytes], str]:
             advice = "name an unedited copy with --base FILE, or work in a clone"
             raise ValueError(f"no committed {name} to compare with: {problem}: {advice}")
     texts = [importlib.util.decode_source(source).splitlines() for source in (baseline, candidate)]
-    diff = difflib.unified_diff(*texts, n=0)
-    lines = [" ".join(line.split()) for line in diff if re.match(r"[+-]\s*[^+\-\s#]", line)]
-    more = f" (lines changed: {len(lines)})" if len(lines) > 1 else ""
-    change = " ".join(args.set) or min(lines, default="") + more  # "+" is before "-"
-    return [baseline, candidate], change
+    diff = "\n".join(difflib.unified_diff(*texts, n=0, lineterm=""))
+    places = [re.findall(r"(?m)^[+-][ \t]*[^+\-\s#].*", part) for part in re.split("(?m)^@@", diff)]
+    number = sum(map(len, places))
+    more = f" (lines changed: {number})" if number > 1 else ""
+    # Of the first place that changed, the line that replaces others: "+" is before "-".
+    first = min(next(filter(None, places), [""]), key=lambda line: line[:1])
+    return [baseline, candidate], " ".join(args.set) or " ".join(first.split()) + more
 
 
 def load_alone(path: Path) -> ModuleType:
@@ -125,20 +127,22 @@ def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Si
         record = "a knob of --script tests/records/train_record.py"
         near = difflib.get_close_matches(knob.upper(), known, n=1, cutoff=0.85) or [record]
         raise ValueError(f"{knob} is not a knob of the candidate: did you mean {near[0]}?")
-    variables = [k for k in environ if k in read or k in map(str.upper, asdict(hp))]
+    secret = {k: "..." for k in read if SECRET & {*k.upper().split("_")}}
+    for knob in own.keys() & secret.keys():
+        raise ValueError(f"--set {knob} would be in the ledger: set it in the environment")
+    variables = {k: environ[k] for k in environ if k in read or k in map(str.upper, asdict(hp))}
     facts = [importlib.util.decode_source(source), knobs, read]
     command = [*(shlex.split(args.launch) or [sys.executable]), str(path)]
-    return Side(name, script, command, environ, hp, args.out, variables, facts)
+    return Side(name, script, command, environ, hp, args.out, variables | secret, facts)
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """Size and checksum of a file; of a large file, that of pieces spread over it."""
-    size, crc = path.stat().st_size, 0
-    with open(path, "rb") as file:
-        for place in range(0, size, max(PIECE, size // 16)):
-            file.seek(place)
-            crc = zlib.crc32(file.read(PIECE), crc)
-    return size, crc
+def checksum(path: Path, known: dict[str, list[int]]) -> tuple[int, int]:
+    """Size and checksum of a file. known: those of files that did not change, by their path."""
+    stat, name = path.stat(), str(path.resolve())
+    state = [stat.st_size, stat.st_ino, stat.st_ctime_ns]
+    if known.get(name, [])[:3] != state:
+        known[name] = [*state, zlib.crc32(path.read_bytes())]
+    return stat.st_size, known[name][3]
 
 
 def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace) -> Side:
@@ -148,16 +152,19 @@ def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace)
     side = load_side(name, path, own, args)
     side.script.prepare_demo(side.hp, Namespace(log=str))
     paths = [*sorted(Path(side.hp.data_path).glob("*.bin")), Path(side.hp.tokenizer_path)]
-    data = {path.name: checksum(path) for path in paths if path.is_file()}
+    store = args.out / "data.json"
+    known = files.read_json(store) if store.exists() else {}
+    data = {path.name: checksum(path, known) for path in paths if path.is_file()}
+    if args.ledger.exists() and not store.exists() and max(data.values(), default=(0,))[0] > 2**22:
+        print("runs of older versions are trained again: now all bytes of the data count")
+    files.write_json(store, known)
     num_gpus = 0 if side.hp.device == "cpu" else torch.cuda.device_count()
     if not args.launch:  # that may start the run on another machine
         side.device = "cuda" if num_gpus else "cpu"
-    # A CPU adds nothing, so that folders of older versions are found.
     gpus = sorted({torch.cuda.get_device_name(i) for i in range(num_gpus)})
     facts = [*side.facts, data, args.launch, torch.__version__, *gpus]
     side.folder = args.out / hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    for name in ("EVAL_STRIDE", "MAX_VAL_TOKENS"):
-        side.scored[name] = getattr(side.hp, name.lower(), 0)
+    side.scored = {k: getattr(side.hp, k.lower(), 0) for k in ("EVAL_STRIDE", "MAX_VAL_TOKENS")}
     side.scored["validation shards"] = [data[name] for name in data if "_val_" in name]
     side.scored["tokenizer"] = data.get(Path(side.hp.tokenizer_path).name)
     return side
@@ -178,7 +185,7 @@ class Experiment:
     """Pairs of runs, baseline and candidate. row: the experiment's row in the ledger."""
 
     args: Namespace
-    pairs: list[tuple[Run, Run]]
+    pairs: list[tuple[Job, Job]]
     row: dict[str, str]
     unit: str = "nats"
     gains: list[float] = field(default_factory=list)  # one for each of the first pairs
@@ -187,47 +194,46 @@ class Experiment:
         """Judge the pairs that have finished since the last call."""
         for pair in self.pairs[len(self.gains) :]:
             baseline, candidate = results = [run.result() for run in pair]
+            if baseline and baseline["val_loss"] == math.inf:
+                print(f"WARNING: {pair[0]} diverged: its pair does not count")
+                self.pairs.remove(pair)
+                continue
             if None in results:
                 return time.monotonic() > self.args.deadline
-            for first, run in zip(self.pairs[0], pair, strict=True):
-                if first is not run and first.result()["val_loss"] == run.result()["val_loss"]:
-                    same = f"seeds {first.seed} and {run.seed} end with the same loss"
-                    raise ValueError(f"{run.side.name}: {same}: let the script use hp.seed")
-            per_nat = [result["val_bpb"] / result["val_loss"] for result in results]
-            # Nats per token cannot be compared between tokenizers.
-            self.unit = "nats" if math.isclose(*per_nat, rel_tol=1e-6) else "bits per byte"
+            if candidate["val_loss"] < math.inf:
+                self.check(pair)
             self.gains.append(self.gain(pair))
-            if len(self.gains) == 1:
-                logs = [path for run in pair for path in run.folder.glob("logs/*.txt")]
-                texts = list_texts([*map(read_run, logs)])
-                if texts:
-                    raise ValueError(f"the sides are scored on different texts, of {texts}")
             self.judge()
             print(f"pair {len(self.gains)}: gain {self.gains[-1]:.5f}; all: {self}")
-            is_new = pair[0].process or pair[1].process
-            if len(self.gains) == 1 and is_new and self.args.minutes < math.inf:
-                self.show_forecast()
-            is_sure = self.row["verdict"] != "not yet" or self.gains == [0, 0]
-            if is_sure and not self.args.seeds:
+            word = anytime.verdict(self.gains, self.args.by, self.args.alpha)
+            is_sure = word != "not yet" or self.gains == [0, 0]
+            if (is_sure and not self.args.seeds) or self.gains[-1] == -math.inf:
                 break
+        if not self.pairs:
+            raise ValueError("the baseline diverged with all seeds: set lower learning rates")
         if not any(self.gains):
             problem = "the change does nothing: both sides of all pairs end with the same loss"
             raise ValueError(f"{problem}. If it acts with other seeds, list them: --seeds")
         return True
 
-    def gain(self, pair: tuple[Run, Run]) -> float:
+    def check(self, pair: tuple[Job, Job]) -> None:
+        """Choose the unit. Raises ValueError if the seed changes nothing, or the texts differ."""
+        for first, run in zip(self.pairs[0], pair, strict=True):
+            if first is not run and first.result()["val_loss"] == run.result()["val_loss"]:
+                same = f"seeds {first.seed} and {run.seed} end with the same loss"
+                raise ValueError(f"{run.side.name}: {same}: let the script use hp.seed")
+        per_nat = [run.result()["val_bpb"] / run.result()["val_loss"] for run in pair]
+        # Nats per token cannot be compared between tokenizers.
+        self.unit = "nats" if math.isclose(*per_nat, rel_tol=1e-6) else "bits per byte"
+        if not self.gains:
+            logs = [read_run(path) for run in pair for path in run.folder.glob("logs/*.txt")]
+            if texts := list_texts(logs):
+                raise ValueError(f"the sides are scored on different texts, of {texts}")
+
+    def gain(self, pair: tuple[Job, Job]) -> float:
+        """Gain of a finished pair. -inf if the candidate diverged; inf or nan: the baseline did."""
         baseline, candidate = (run.result()[anytime.SCORES[self.unit]] for run in pair)
         return baseline - candidate
-
-    def show_forecast(self) -> None:
-        """Say after the first pair whether three pairs fit into --minutes."""
-        runs, jobs = [run for pair in self.pairs[:3] for run in pair], self.args.jobs
-        trained = sum(run.process is not None and run.result() is not None for run in runs)
-        missing = sum(run.result() is None for run in runs)
-        rounds = 1 + math.ceil(missing / jobs) / math.ceil(trained / jobs)
-        minutes, limit = (time.monotonic() - self.args.started) / 60 * rounds, self.args.minutes
-        fits = f"{'within' if minutes <= limit else 'MORE THAN'} --minutes {limit:g}"
-        print(f"three pairs, the fewest for a gain: about {minutes:.1f} minutes, {fits}")
 
     def judge(self) -> None:
         """Write the verdict to the ledger, once a pair has a gain other than 0."""
@@ -237,19 +243,18 @@ class Experiment:
         row |= {"gain": f"{mean:.5f}", "low": f"{low:.5f}", "high": f"{high:.5f}"}
         row["verdict"] = anytime.verdict(self.gains, args.by, args.alpha)
         row |= {"unit": self.unit, "pairs": str(len(self.gains))}
-        if judged := self.pairs[: len(self.gains)]:
-            row["ms_per_step"] = f"{fmean(b.result()['ms_per_step'] for _, b in judged):.2f}"
-            row["seeds"] = " ".join(str(run.seed) for run, _ in judged)
-            if any(self.gains):
-                ledger.update(args.ledger, row, self.evidence)
+        if any(self.gains):
+            seeds = [str(run.seed) for run, _ in self.pairs[: len(self.gains)]]
+            row |= {"seeds": " ".join(seeds), "first_seed": seeds[0]}
+            ledger.update(args.ledger, row, self.gains_of)
 
-    def evidence(self, seeds: list[int]) -> float:
-        """Evidence of all finished pairs with these seeds, each counted once."""
+    def gains_of(self, seeds: list[int]) -> dict[int, float]:
+        """Gains of all finished pairs with these seeds, each counted once."""
         old, new = (run.side for run in self.pairs[0])
-        pairs = [(Run(old, seed), Run(new, seed)) for seed in dict.fromkeys(seeds)]
+        pairs = [(Job(old, seed), Job(new, seed)) for seed in seeds]
         # The folder of an old run may be gone.
-        gains = [self.gain(pair) for pair in pairs if all(run.result() for run in pair)]
-        return anytime.evidence(gains, self.args.by)
+        gains = {a.seed: self.gain((a, b)) for a, b in pairs if a.result() and b.result()}
+        return {seed: gain for seed, gain in gains.items() if gain < math.inf}
 
     def __str__(self) -> str:
         return anytime.describe(self.gains, self.unit, self.args.by, self.args.alpha)
@@ -262,25 +267,30 @@ class Experiment:
             print("--minutes are over: the same command continues from here")
         evidence = anytime.describe_evidence(self.gains, args.by, args.alpha)
         print(f"\ngain: {self}\nrule: evidence of pairs, level {args.alpha:g}: {evidence}")
+        steps = [run.result()["steps"] for pair in self.pairs[: len(self.gains)] for run in pair]
+        if row.get("diverged"):
+            print(f"worse: diverged at seed {row['diverged']}")
+        elif min(steps, default=20) < 20:
+            print(f"WARNING: {min(steps)} steps say little about longer runs: train 20 or more")
         for knob in ("ITERATIONS", "TRAIN_BATCH_TOKENS", "MAX_WALLCLOCK_SECONDS"):
             old, new = (getattr(run.side.hp, knob.lower(), 0) for run in self.pairs[0])
             if old != new:
                 print(f"WARNING: the sides differ in {knob}: {old:g} and {new:g}")
         # Times can be compared if both runs of a pair were trained now.
         pairs = [(a, b) for a, b in self.pairs[: len(self.gains)] if a.process and b.process]
-        times = [(a.result()["ms_per_step"], b.result()["ms_per_step"]) for a, b in pairs]
+        times = [[run.result()["ms_per_step"] for run in pair] for pair in pairs]
         ratios = [new / old for old, new in times if old > 0]  # ITERATIONS may be 0
         if ratios:
             limits = f"({min(ratios):.3f} to {max(ratios):.3f})"
             print(f"time of a step: {fmean(ratios):.3f} times the baseline's {limits}")
         self.show_claims()
         if self.gains:
-            self.draw()
-        last = {**row, "evidence": f"{anytime.evidence(self.gains, args.by):.3g}"}
+            self.show_drawing()
+        found = 0 if row.get("diverged") else anytime.evidence(self.gains, args.by)
+        last = {**row, "evidence": f"{found:.3g}"}
         names = ("unit", "pairs", "gain", "low", "high", "evidence", "verdict")
-        words = [f"{name}:{last[name].replace(' ', '_')}" for name in names]
-        print(f"experiment {' '.join(words)}")
-        return int(row["verdict"] != "better")
+        print("experiment", *(f"{name}:{last[name].replace(' ', '_')}" for name in names))
+        return anytime.EXIT_CODES[row["verdict"]]
 
     def show_claims(self) -> None:
         """Count the changes in the ledger. Say what evidence a winner needs, and how to get it."""
@@ -296,31 +306,23 @@ class Experiment:
         k = 1 + len(stand - {sides})
         needed = f"to stand among the changes tried, it needs {len(claims) / (0.1 * k):.3g}"
         print(f"evidence of all its seeds: {self.row['evidence']}; {needed}")
-        own = [row for row in rows if (row["baseline"], row["candidate"]) == sides]
+        keys = {(row["baseline"], row["candidate"], row["first_seed"]) for row in rows}
         advice = "luck helped to find this gain: measure it with fresh seeds"
-        if len({row["first_seed"] for row in own}) > 1:
+        if sum(key[:2] == sides for key in keys) > 1:
             advice = "more evidence, if you want it, with seeds that are fresh again"
         stored = ledger.seeds_of(row for row in rows if row["candidate"] in sides)
         seeds = ledger.fresh_seeds(max(4, len(self.gains)), stored)
         command = re.sub(r" --seeds( \d+)+", "", self.args.command)
-        command += f" --seeds {' '.join(map(str, seeds))}"
-        print(f"{advice}\n    {command}")
+        print(f"{advice}\n    {command} --seeds {' '.join(map(str, seeds))}")
 
-    def draw(self) -> None:
-        """Draw the pairs into --picture, or print the command that does."""
-        words = [os.path.relpath(Path(__file__).with_name("compare_runs.py"))]
+    def show_drawing(self) -> None:
+        """Print the command that draws the pairs."""
+        words = ["python", os.path.relpath(Path(__file__).with_name("compare_runs.py"))]
         sides = zip(*self.pairs[: len(self.gains)], strict=True)
         for option, runs in zip(("--baseline", "--candidate"), sides, strict=True):
             words += [option, *(f"{run.folder}/logs/seed-{run.seed}.txt" for run in runs)]
         words += ["--by", f"{self.args.by:g}", "--alpha", f"{self.args.alpha:g}"]
-        words += ["--picture", str(self.args.picture or "pairs.png")]
-        if self.args.picture:
-            result = subprocess.run([sys.executable, *words], capture_output=True)
-            if b"\npicture: " not in result.stdout:
-                errors = result.stderr.decode(errors="replace").splitlines()
-                print("WARNING: no picture:", *errors[-1:])
-        else:
-            print(f"to draw the pairs:\n    {shlex.join(['python', *words])}")
+        print(f"to draw the pairs:\n    {shlex.join([*words, '--picture', 'pairs.png'])}")
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -329,8 +331,8 @@ def lock_folder(args: Namespace) -> None:
     ValueError if the folder has a user's files of our names."""
     lock, data = args.out / "lock", args.out / "data"
     if not (lock.is_file() and lock.stat().st_size == 0):  # it is not a folder of experiments
-        for path in (lock, data, args.ledger, args.out / "baseline.py", args.out / "candidate.py"):
-            if os.path.lexists(path):
+        for name in ("lock", "data", "data.json", "ledger.tsv", "baseline.py", "candidate.py"):
+            if os.path.lexists(path := args.out / name):
                 raise ValueError(f"{path} is not a file of experiment.py: set another --out")
     args.out.mkdir(parents=True, exist_ok=True)
     args.lock = open(lock, "w")
@@ -381,7 +383,8 @@ def prepare(args: Namespace) -> Experiment:
         problem = f"nothing to compare: edit {args.script}, or --set another value"
         raise ValueError(f"{problem}. If you committed the edit: {old}")
     check_scores(baseline, candidate)
-    given = [f"{k}={shlex.quote(os.environ[k])}" for k in baseline.variables if k in os.environ]
+    shown = {**candidate.variables, **baseline.variables}
+    given = [f"{k}={shlex.quote(v)}" for k, v in shown.items() if k in os.environ]
     args.command = " ".join([*given, args.command])
     print(f"baseline: {baseline.folder}\ncandidate: {candidate.folder}: {change}")
     sides = {"baseline": baseline.folder.name, "candidate": candidate.folder.name}
@@ -389,11 +392,10 @@ def prepare(args: Namespace) -> Experiment:
     print(f"seeds: {' '.join(map(str, seeds))}. Runs at a time: {args.jobs}")
     commit = git(args.script, "rev-parse", "--short", "HEAD")[0].decode().strip()
     row = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "change": change}
-    row["knobs"] = " ".join(f"{name}={baseline.environ[name]}" for name in baseline.variables)
-    row |= {**sides, "by": f"{args.by:.10g}", "first_seed": str(seeds[0])}
-    args.started = time.monotonic()  # of the training
-    args.deadline = args.started + 60 * args.minutes
-    return Experiment(args, [(Run(baseline, seed), Run(candidate, seed)) for seed in seeds], row)
+    row["knobs"] = " ".join(f"{k}={v}" for k, v in shown.items() if k in baseline.environ)
+    row |= {**sides, "by": f"{args.by:.10g}"}
+    args.deadline = time.monotonic() + 60 * args.minutes
+    return Experiment(args, [(Job(baseline, seed), Job(candidate, seed)) for seed in seeds], row)
 
 
 def parse(arguments: list[str]) -> Namespace:
@@ -412,16 +414,16 @@ def parse(arguments: list[str]) -> Namespace:
     add("--jobs", type=number(int, 1), metavar="N", help="runs at a time (GPUs, or cores - 1)")
     add("--out", type=files.path, default=Path("out/experiments"), metavar="FOLDER")
     add("--minutes", type=number(float, 0), default=math.inf, metavar="N", help="then stop")
-    add("--picture", type=files.path, metavar="FILE", help="draw the pairs into an .svg or .png")
     args = parser.parse_args(arguments)
     for word in args.set:
         if word.find("=") < 1:
             parser.error(f"--set {word}: write KNOB=VALUE")
     args.own = dict(word.split("=", 1) for word in args.set)
+    if len(args.own) < len(args.set):
+        parser.error(f"--set {' '.join(args.set)}: name each knob once")
     for name in ("SEED", "RUN_ID", "OUTPUT_DIR", "RESUME"):
         if name in os.environ or name in args.own:
             parser.error(f"{name} is set for each run: unset it, and use --seeds and --out")
-    check_picture(parser, args.picture, [args.script, *filter(None, [args.base])])
     args.command = shlex.join(["python", os.path.relpath(__file__), *arguments])
     args.environ, args.ledger = dict(os.environ), args.out / "ledger.tsv"
     return args

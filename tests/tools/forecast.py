@@ -24,10 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--std", type=files.number(float, 0, 1000), default=0.3, help="of weights")
     args = parser.parse_args(arguments)
     script = load_script(args.script)
-    code = pack.pack(args.script).encode()
     try:
+        code = pack.pack(args.script).encode()
         hp = script.Hyperparameters.from_env({**os.environ, "DATA_PATH": "none"})
-    except script.InputError as error:
+    except ValueError as error:
         parser.error(str(error))
     torch.manual_seed(hp.seed)
     gpt = script.GPT(hp, torch.bfloat16)

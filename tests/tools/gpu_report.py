@@ -132,6 +132,9 @@ def main() -> int:
     device = train_gpt.open_device(hp, 0).type  # for all parts
     if device == "cpu" and not args.tiny:
         parser.error("no GPU here, or DEVICE=cpu: --tiny tries everything on a CPU, in a minute")
+    path = Path("gpu_report.md")
+    if os.path.lexists(path):  # perhaps of another card
+        parser.error(f"{path.absolute()} exists: move it away, or start in another folder")
     defaults = asdict(Hyperparameters(run_id=hp.run_id))
     differ = [f"{k.upper()}={v}" for k, v in asdict(hp).items() if v != defaults[k]]
     gpu = bench_step.ask_nvidia_smi("name,driver_version")
@@ -159,7 +162,7 @@ def main() -> int:
             result = "<br>".join(output.splitlines()[-num_lines:])
             report += f"| {name} | {result} | {time.monotonic() - started:.0f} |\n"
             print(f"{name}: {result}", flush=True)
-            Path("gpu_report.md").write_text(report, encoding="utf-8")
+            path.write_text(report, encoding="utf-8")
     return worst
 
 

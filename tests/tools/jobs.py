@@ -4,12 +4,13 @@ import math
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from logs import read_run
 from trained import files
 
 
@@ -23,14 +24,14 @@ class Side:
     environ: dict[str, str]
     hp: Any  # Hyperparameters
     folder: Path
-    variables: Sequence[str] = ()  # those of environ that decide a run
+    variables: Mapping[str, str] = field(default_factory=dict)  # decide a run; secrets as "..."
     facts: Sequence[Any] = ()  # what decides a run's loss, apart from the data
     scored: dict[str, Any] = field(default_factory=dict)  # what decides which tokens are scored
     device: str = ""  # "cpu" or "cuda"; "": unknown
 
 
 @dataclass(eq=False)
-class Run:
+class Job:
     """One side with one seed: trained now, trained earlier, or not yet."""
 
     side: Side
@@ -46,14 +47,18 @@ class Run:
         return self.side.folder / str(self.seed)
 
     def result(self) -> dict[str, Any] | None:
-        """Return final_result.json with ms_per_step, or None without a finite score so far. Raises
-        ValueError if the file is damaged, or its run had another device."""
+        """Return final_result.json with ms_per_step; losses of inf if the run diverged; None if it
+        has not finished. Raises ValueError if the file is damaged, or its run had another device.
+        """
+        if self.process and self.process.returncode is None:
+            return None
         path = self.folder / "final_result.json"
         facts = files.read_json(path) if path.is_file() else {}
-        is_over = self.process is None or self.process.returncode == 0
         try:
             loss = facts.get("val_loss")  # null if it was not finite
-            if not is_over or loss is None or not math.isfinite(min(loss, facts["val_bpb"])):
+            if loss is None or not math.isfinite(min(loss, facts["val_bpb"])):
+                return self.divergence()
+            if self.process and self.process.returncode != 0:
                 return None
             facts["ms_per_step"] = facts["train_ms"] / max(facts["steps"], 1)
         except (AttributeError, KeyError, TypeError) as error:
@@ -63,49 +68,66 @@ class Run:
             raise ValueError(f"{path} is of a run on {device}: delete it, or set another --out")
         return facts
 
+    def divergence(self) -> dict[str, Any] | None:
+        """Return a result with losses of inf if the last loss in the log is not finite. A run with
+        a checkpoint is resumed: with fp16, the loss of a skipped step says nothing."""
+        is_resumed = self.process is None and (self.folder / "checkpoints").is_dir()
+        log = self.folder / "logs" / f"seed-{self.seed}.txt"
+        if is_resumed or not log.is_file():
+            return None
+        run = read_run(log)
+        last = max([*run.train, *run.val], default=0)
+        losses = [run.train.get(last, 0), run.val.get(last, 0), run.figures.get("val_loss", 0)]
+        if math.isfinite(sum(losses)):
+            return None
+        facts = {"ms_per_step": math.nan} | run.figures
+        return facts | {"steps": last, "val_loss": math.inf, "val_bpb": math.inf}
 
-def start(run: Run, running: list[Run], gpus: list[str]) -> None:
-    run.folder.mkdir(parents=True, exist_ok=True)
+
+def start(job: Job, running: list[Job], gpus: list[str]) -> None:
+    job.folder.mkdir(parents=True, exist_ok=True)
     # With a checkpoint of its last step, a run that is stopped while it is scored resumes there.
-    environ = {"CHECKPOINT_EVERY": "1000000", **run.side.environ, "RESUME": "auto"}
-    environ |= {"SEED": str(run.seed), "RUN_ID": f"seed-{run.seed}", "OUTPUT_DIR": str(run.folder)}
+    environ = {"CHECKPOINT_EVERY": "1000000", **job.side.environ, "RESUME": "auto"}
+    environ |= {"SEED": str(job.seed), "RUN_ID": f"seed-{job.seed}", "OUTPUT_DIR": str(job.folder)}
     if gpus:
-        run.gpu = min(gpus, key=[other.gpu for other in running].count)
-        environ["CUDA_VISIBLE_DEVICES"] = run.gpu
-    output, is_old = run.folder / "output.txt", (run.folder / "checkpoints").is_dir()
-    print(f"{run}: {'resumed from its checkpoint' if is_old else 'started'}, see {output}")
+        job.gpu = min(gpus, key=[other.gpu for other in running].count)
+        environ["CUDA_VISIBLE_DEVICES"] = job.gpu
+    output, is_old = job.folder / "output.txt", (job.folder / "checkpoints").is_dir()
+    print(f"{job}: {'resumed from its checkpoint' if is_old else 'started'}, see {output}")
     settings = {"env": environ, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     settings["start_new_session"] = True  # Ctrl-C reaches this program alone
     settings["close_fds"] = False  # runs that outlive this program keep its lock
     with open(output, "w") as file:
-        run.process = subprocess.Popen(run.side.command, stdout=file, **settings)
-    running.append(run)
+        job.process = subprocess.Popen(job.side.command, stdout=file, **settings)
+    running.append(job)
 
 
-def train(runs: list[Run], jobs: int, gpus: list[str], is_enough: Callable[[], bool]) -> None:
-    """Train the runs that are not finished, in this order, `jobs` at a time, until is_enough() is
-    true. gpus: for CUDA_VISIBLE_DEVICES, one per run; []: the CPU, or all GPUs for each run. Raises
-    ValueError if a run fails."""
-    waiting = [run for run in runs if run.result() is None]
-    running: list[Run] = []
+def train(jobs: list[Job], at_a_time: int, gpus: list[str], is_enough: Callable[[], bool]) -> None:
+    """Run the jobs that are not finished, in this order, `at_a_time` at a time, until is_enough()
+    is true. gpus: for CUDA_VISIBLE_DEVICES, one per job; []: the CPU, or all GPUs for each job.
+    Raises ValueError if a job fails."""
+    waiting = [job for job in jobs if job.result() is None]
+    running: list[Job] = []
     try:
         while not is_enough() and (waiting or running):
-            while waiting and len(running) < jobs:
+            while waiting and len(running) < at_a_time:
                 start(waiting.pop(0), running, gpus)
             time.sleep(0.2)
-            for run in [run for run in running if run.process.poll() is not None]:
-                running.remove(run)
-                result, output = run.result(), run.folder / "output.txt"
+            for job in [job for job in running if job.process.poll() is not None]:
+                running.remove(job)
+                result, output = job.result(), job.folder / "output.txt"
                 if result is None:
                     end = "\n".join(output.read_text(errors="replace").splitlines()[-25:])
-                    code = run.process.returncode
-                    raise ValueError(f"{run} failed with exit code {code}. {output}:\n{end}")
-                shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+                    code = job.process.returncode
+                    raise ValueError(f"{job} failed with exit code {code}. {output}:\n{end}")
+                shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
                 score = f"val_loss {result['val_loss']:.4f}, val_bpb {result['val_bpb']:.4f}"
-                print(f"{run}: {score}, {result['steps']} steps of {result['ms_per_step']:.1f} ms")
+                if result["val_loss"] == math.inf:
+                    score = "diverged, so its loss is inf"
+                print(f"{job}: {score}, {result['steps']} steps of {result['ms_per_step']:.1f} ms")
     finally:  # each run ends its step and writes a checkpoint
-        for run in running:
-            run.process.terminate()
-        for run in running:
-            print(f"{run}: stopping")
-            run.process.wait()
+        for job in running:
+            job.process.terminate()
+        for job in running:
+            print(f"{job}: stopping")
+            job.process.wait()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import anytime
 from trained import files
 
 
@@ -25,10 +26,8 @@ def read(path: Path) -> list[dict]:
     for number, fields in enumerate(lines, start=2):
         try:
             row = dict(zip(header, fields, strict=True))
-            first, pairs = int(row["first_seed"]), int(row["pairs"])
-            row.setdefault("by", "0.005")  # older versions had neither column
-            row.setdefault("seeds", " ".join(map(str, range(first, first + pairs))))
-            numbers = [float(row["evidence"]), float(row["by"]), *seeds_of([row])]
+            numbers = [int(row["first_seed"]), int(row["pairs"]), *seeds_of([row])]
+            numbers += [float(row["evidence"]), float(row["by"])]
             if math.isnan(sum(numbers)) or not {"baseline", "candidate", "verdict"} <= {*row}:
                 raise ValueError(row)
         except (KeyError, ValueError):
@@ -45,18 +44,22 @@ def write(path: Path, rows: list[dict]) -> None:
     files.write_file(path, "".join(lines).encode(errors="backslashreplace"))
 
 
-def update(path: Path, row: dict, evidence: Callable[[list[int]], float]) -> None:
+def update(path: Path, row: dict, gains_of: Callable[[list[int]], dict[int, float]]) -> None:
     """Write a row in place of the one with the same change, margin and first seed. All rows of the
-    change and the margin get the evidence of all their seeds."""
+    change and the margin get the evidence of all their seeds, and `worse` if one diverged."""
     rows = read(path)
     change = [old for old in rows if all(old[k] == row[k] for k in ("baseline", "candidate", "by"))]
     same = [old for old in change if old["first_seed"] == row["first_seed"]]
     # The first `pairs` seeds are those of the gain; then come others that the row has had.
     row["seeds"] = " ".join(map(str, dict.fromkeys(seeds_of([row, *same]))))
     seeds = [*dict.fromkeys(seeds_of([*change, row]))]
-    found = f"{evidence(seeds):.3g}"
+    gains = gains_of(seeds)
+    evidence = anytime.evidence([*gains.values()], float(row["by"]))
+    diverged = " ".join(str(seed) for seed, gain in gains.items() if gain == -math.inf)
+    found = {"evidence": f"{evidence:.3g}", "diverged": diverged}  # not the last: may be empty
+    found |= {"evidence_seeds": " ".join(map(str, seeds))}
     for each in (row, *change):
-        each |= {"evidence": found, "evidence_seeds": " ".join(map(str, seeds))}
+        each |= {**found, "verdict": "worse" if diverged else each["verdict"]}
     write(path, [*(old for old in rows if old not in same), row])
 
 

@@ -31,14 +31,18 @@ exec(compile(source, __file__, "exec"))
 
 
 def minify(source: str) -> str:
-    """Remove comments and docstrings. A script that uses `__doc__` keeps the module's."""
+    """Remove comments and docstrings. A script that uses `__doc__` keeps the module's. Raises
+    ValueError if Python cannot write it again: a number may be too long, for example."""
     tree = ast.parse(source)
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
     for node in ast.walk(tree):
         kept = isinstance(node, ast.Module) and "__doc__" in source
         if isinstance(node, kinds) and ast.get_docstring(node) is not None and not kept:
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree) + "\n"
+    try:
+        return ast.unparse(tree) + "\n"
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{error}: pack it without --minify") from None
 
 
 def pack(path: Path, is_minified: bool = True) -> str:
@@ -70,8 +74,8 @@ def main() -> None:
         write(args.packed if is_pipe else args.packed.resolve(), packed.encode())
     except OSError as error:
         parser.error(f"{error}: name another file")
-    except (SyntaxError, ValueError) as error:
-        parser.error(str(error))
+    except (RecursionError, SyntaxError, ValueError) as error:
+        parser.error(f"{args.script}: {error}")
     size = len(read_script(args.script))
     sizes = f"{args.script}: {size} bytes, {args.packed}: {len(packed)} bytes"
     print(sizes, file=sys.stderr if is_pipe else sys.stdout)

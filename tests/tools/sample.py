@@ -4,6 +4,7 @@
 
 Knobs come from the environment, else from the run that wrote the file, as in score.py."""
 
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -66,7 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
     ids = [tokenizer.bos_id(), *encode(tokenizer, prompt)]  # a document begins with BOS
     prompt_size = len(ids)
     generate(gpt, ids, hp.train_seq_len, args)
-    print(decode(tokenizer, ids), flush=True)
+    # A terminal obeys control characters. Line ends and tabs do no harm.
+    text = re.sub(
+        r"[^\n\t -~\xa0-\U0010ffff]", lambda c: f"\\x{ord(c[0]):02x}", decode(tokenizer, ids)
+    )
+    print(text, flush=True)
     if ids[0] in ids[prompt_size:]:
         print(f"(the document ended after {len(ids) - prompt_size - 1} tokens)", file=sys.stderr)
 

@@ -4,12 +4,15 @@
     EVAL_STRIDE=64 torchrun --standalone --nproc_per_node=8 tests/tools/score.py final_model.pt
 
 Knobs come from the environment, else from the run that wrote the file: from the checkpoint, or from
-final_result.json in the same folder, which every node needs. The log goes to logs/, too."""
+final_result.json in the same folder, which every node needs. With RUN_ID, the printed lines also go
+to logs/RUN_ID.score.txt, never into the log of a run."""
 
 import io
 import math
+import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +38,17 @@ def open_split(script: ModuleType, gpt: Any, runtime: Any) -> Any:
     return validation
 
 
+def open_log(runtime: Any, hp: Any) -> None:
+    """Print the lines that wait. With RUN_ID, a file of its own gets all lines, too."""
+    if "RUN_ID" in os.environ:
+        runtime.log.open(replace(hp, run_id=f"{hp.run_id}.score"), runtime.source)
+    else:
+        runtime.log.file = open(os.devnull, "w")
+        runtime.log.is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        for line in runtime.log.waiting:
+            runtime.log(line)
+
+
 def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
     gpt, runtime = open_model(script, path, {})
@@ -42,7 +56,7 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
     validation = open_split(script, gpt, runtime)
     is_artifact = runtime.rank == 0 and path.read_bytes()[:2] != b"PK"  # torch.save writes a zip
     runtime.log(f"score:{path}")
-    runtime.from_rank_0(lambda: runtime.log.open(validation.hp, runtime.source))
+    runtime.from_rank_0(lambda: open_log(runtime, validation.hp))
     started = time.perf_counter()
     losses = script.final_losses(script.wrap(gpt, runtime.compiled), validation, runtime)
     loss = script.mean_loss(losses, runtime)
