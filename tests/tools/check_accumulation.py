@@ -383,6 +383,7 @@ unequal wrong: a target weighs {0:.2f} to {1:.2f} times its share: divide by the
 factor wrong: all weigh {0:.3g} times their share: {1}
 common note: all weigh {0:.3g} times their share, a common factor: harmless for Adam and Muon, not
     for clipping, SGD and weight decay
+equal note: micro-batches have the same gradient: only the sum of their weights is known
 rest note: {0:.2g} % of the gradient is no sum of these losses' gradients: another loss term? noise?
 often note: gradients are exchanged in {0} of {1} micro-steps: one is enough, the last
 short note: steps have from {0} to {1} micro-steps
@@ -403,15 +404,16 @@ failed unknown: the script failed with exit code {0}
 TEXTS = dict(line.split(" ", 1) for line in FINDINGS.replace("\n    ", " ").strip().split("\n"))
 
 
-def fit(gradient: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Weights with which rows add up to the gradient, their standard errors, and what is left."""
+def fit(gradient: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """Weights with which rows add up to the gradient, their standard errors, what is left, and
+    whether rows depend on each other: then only the sum of some weights is known."""
     lengths = np.maximum(np.linalg.norm(rows, axis=1), 1e-300)
     scaled = (rows / lengths[:, None]).T
-    weights = np.linalg.lstsq(scaled, gradient, rcond=None)[0]
+    weights, _, rank, _ = np.linalg.lstsq(scaled, gradient, rcond=1e-5)
     left = gradient - scaled @ weights
     variance = left @ left / max(len(gradient) - len(rows), 1)
-    errors = np.sqrt(variance * np.diag(np.linalg.pinv(scaled.T @ scaled)).clip(0))
-    return weights / lengths, errors / lengths, left
+    errors = np.sqrt(variance * np.diag(np.linalg.pinv(scaled.T @ scaled, rcond=1e-10)).clip(0))
+    return weights / lengths, errors / lengths, left, rank < np.count_nonzero(lengths > 1e-300)
 
 
 def read_step(name: str, facts: list[dict], before: list[Any]) -> SimpleNamespace | None:
@@ -429,23 +431,20 @@ def read_step(name: str, facts: list[dict], before: list[Any]) -> SimpleNamespac
     counts = counts if is_known else columns.any(axis=1).astype(int)
     judged = counts > 0
     shares = np.where(judged, counts, 1) / counts.sum()
-    # Of micro-batches with equal gradients, only the sum of the weights is known: they share it.
-    unit = columns / np.maximum(np.linalg.norm(columns, axis=1), 1e-300)[:, None]
-    is_equal = (unit @ unit.T > 1 - 1e-9) | np.eye(len(unit), dtype=bool)
-    kept, place = np.unique(is_equal.argmax(axis=1), return_inverse=True)
-    sums = np.bincount(place, weights=shares)
-    table, largest = [], np.zeros(3)  # of error, before, rest
+    table, largest = [], np.zeros(4)  # of error, before, rest, is_unclear
     for gradient, old in zip(grads, before, strict=True):
         length = max(np.linalg.norm(gradient), 1e-300)
-        (weights, errors, left), times = fit(gradient, columns[kept]), 0.0
+        (weights, errors, left, is_unclear), times = fit(gradient, columns), 0.0
         if old is not None and len(old) == len(gradient) and np.linalg.norm(left) > 0.01 * length:
-            again = fit(gradient, np.vstack([columns[kept], old]))
+            again = fit(gradient, np.vstack([columns, old]))
             # A constant part of the gradient (weight decay by hand) would leave a rest.
             if np.linalg.norm(again[2]) < max(0.01 * length, np.linalg.norm(left) / 20):
-                (*weights, times), errors, left = again[0], again[1][:-1], again[2]
-        table.append((weights / sums)[place])
+                (*weights, times), (*errors, _), left, is_unclear = again
+        table.append(weights / shares)
         rest = np.linalg.norm(left + (table[-1] * shares) @ other) / length
-        largest = np.maximum(largest, [(errors / sums)[place][judged].max(), abs(times), rest])
+        largest = np.maximum(
+            largest, [max((errors / shares)[judged]), abs(times), rest, is_unclear]
+        )
     return SimpleNamespace(
         name=name,
         owner=owner[judged],  # of each column: the rank that reads it
@@ -455,6 +454,7 @@ def read_step(name: str, facts: list[dict], before: list[Any]) -> SimpleNamespac
         error=largest[0],  # standard error of the table
         before=largest[1],  # weight of the gradient of the step before
         rest=largest[2],  # share of the gradient that is no sum of the losses' gradients
+        is_unclear=largest[3] > 0,  # see fit
         gradient=np.mean(grads, axis=0),
         facts=facts,
         is_known=is_known,  # its loss function
@@ -465,35 +465,36 @@ def read_step(name: str, facts: list[dict], before: list[Any]) -> SimpleNamespac
 
 def judge(step: SimpleNamespace, usual: int, span: list[float]) -> dict[str, str]:
     """Sentences by their key in FINDINGS. Of all steps, usual: most micro-steps, span: of table."""
-    found, ranks, micro_steps, facts = {}, len(step.table), step.micro.max(), step.facts[0]
+    found, ranks, micro_steps = {}, len(step.table), range(1, step.micro.max() + 1)
     weights = {tuple(fact["weights"]) for fact in step.facts}
     prints = [{batch["fingerprint"] for batch in fact["batches"]} - {0} for fact in step.facts]
     zero, others = np.abs(step.table) < 0.02, step.owner != np.arange(ranks)[:, None]
-    numbers = range(1, micro_steps + 1)
-    if step.error > 0.05:
-        return {"uncertain": TEXTS["uncertain"].format(step.error)}
+    if lost := [m for m in micro_steps if zero[:, step.micro == m].all()]:
+        found["lost"] = TEXTS["lost"].format(str(lost)[1:-1])
     if len(set().union(*prints)) < sum(map(len, prints)):
         found["data"] = TEXTS["data"]
+    elif step.error > 0.05:
+        return {"uncertain": TEXTS["uncertain"].format(step.error)}
     elif ranks > 1 and zero[others].all():
         key = "optimizer" if len(weights) == 1 else "apart"
         found[key] = TEXTS[key]
     elif ranks > 1:
-        local = [m for m in numbers if zero[others & (step.micro == m)].all()]
-        if local:
+        local = [m for m in micro_steps if zero[others & (step.micro == m)].all()]
+        if local := [m for m in local if m not in lost]:
             found["stay"] = TEXTS["stay"].format(str(local)[1:-1])
     if step.before > 0.01:
         found["before"] = TEXTS["before"].format(step.before)
-    if lost := [m for m in numbers if zero[:, step.micro == m].all()]:
-        found["lost"] = TEXTS["lost"].format(str(lost)[1:-1])
     if not step.is_known:
         found["loss"] = TEXTS["loss"]
     elif not found:
         judge_weights(step, usual, span, found)
     if len(weights) > 1 and not {"data", "apart", "stay"} & found.keys():
         found["differ"] = TEXTS["differ"]
+    if step.is_unclear and "data" not in found:
+        found["equal"] = TEXTS["equal"]
     if step.rest > 0.01:
         found["rest"] = TEXTS["rest"].format(100 * step.rest)
-    synced = [batch["synced"] for batch in facts["batches"]]
+    synced = [batch["synced"] for batch in step.facts[0]["batches"]]
     if ranks > 1 and synced.count(True) > 1:
         found["often"] = TEXTS["often"].format(synced.count(True), len(synced))
     return found
@@ -519,7 +520,7 @@ def judge_weights(step: SimpleNamespace, usual: int, span: list[float], found: d
     if abs(factor - 1) <= max(tolerance, 0.005):
         return
     factors = [
-        (M / usual, f"this step's {M} micro-steps are divided by {usual}: divide by {M}"),
+        (M / usual, f"this step has fewer micro-steps, {M}, still divided by the usual {usual}"),
         (M, f"not divided by the {M} micro-steps: multiply each loss by 1 / {M}"),
         (R, f"added over the {R} ranks, not averaged"),
         (M * R, f"neither divided by the {M} micro-steps nor averaged over the {R} ranks"),
@@ -535,7 +536,6 @@ def judge_weights(step: SimpleNamespace, usual: int, span: list[float], found: d
     found[key] = TEXTS[key].format(factor, "; or ".join(names[:2]))
 
 
-# ---- Runs
 def run_ranks(ranks: int, args: argparse.Namespace, folder: Path) -> int | None:
     """Run the script. Returns its exit code; None: its time was up."""
     environ = {**os.environ, "TMPDIR": str(folder)}  # so that all temporary files go with it
