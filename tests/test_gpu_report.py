@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,8 +53,6 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
 
     def run(command: list[str | Path], env: dict[str, str], **options) -> object:
         _, program, *arguments = map(str, command)
-        if program == "-m":
-            return subprocess.run(command, env=env, **options)
         part = SimpleNamespace(main=lambda: runpy.run_path(program, run_name="__main__"))
         result = run_here(tmp_path, {**knobs, **env}, part, arguments)
         result.check_returncode()
@@ -73,18 +70,14 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     assert result.returncode == 0, result.stdout
     rows = read_report(tmp_path)
     assert not [row for row in rows.values() if row.startswith("FAILED")]
-    rates, first, *steps, seed, _, _, here, tests, _, _, both = rows.values()
-    spread = r"[\d.e+-]+ \([\d.e+-]+ to [\d.e+-]+\)"
-    assert re.search(f"<br>after: no nvidia-smi.*<br>{spread} TFLOP/s.*<br>{spread} TB/s", rates)
-    spread = rf"{spread} ms/step, \d+ tokens/s"
+    first, *steps, _, _, here, _, _, both = rows.values()
+    spread = r"[\d.e+-]+ \([\d.e+-]+ to [\d.e+-]+\) ms/step, \d+ tokens/s"
     assert re.search(rf"^cpu .*<br>before .*<br>trainer +{spread}<br>model .*", first)
     slots = [re.match(r"cpu torch.float32 slots:(\d) .*TFLOP/s, ", row)[1] for row in steps]
     assert slots == ["4", "2", "1", "1"]
     for pair in (here, both):
         end = "5 losses, largest difference 0.0000 nats"
         assert re.fullmatch(rf"[\d.]+ and [\d.]+ ms a step, ratio [\d.]+; {end}", pair)
-    assert seed == "20 steps, largest difference of train_loss 0.000000 nats"
-    assert " skipped" in tests
 
 
 def test_nvidia_smi_may_hang_and_say_anything(tmp_path, monkeypatch):

@@ -56,12 +56,9 @@ def measure(
     return {name: values[2:] for name, values in times.items()}
 
 
-def format_spread(values: list[float]) -> str:
-    return f"{median(values):.5g} ({min(values):.5g} to {max(values):.5g})"
-
-
 def format_times(times: list[float], tokens: int) -> str:
-    return f"{format_spread(times)} ms/step, {1000 * tokens / median(times):.0f} tokens/s"
+    spread = f"{median(times):.5g} ({min(times):.5g} to {max(times):.5g})"
+    return f"{spread} ms/step, {1000 * tokens / median(times):.0f} tokens/s"
 
 
 def peak_memory(device: torch.device) -> int:
@@ -90,13 +87,6 @@ def ask_nvidia_smi(fields: str, meanwhile: Callable = lambda: time.sleep(0.1)) -
         process.kill()
         return "nvidia-smi did not answer within five seconds"
     return "; ".join(process.stdout.read().decode(errors="replace").splitlines())
-
-
-def make_product(runtime: train_gpt.Runtime) -> tuple[Callable, int]:
-    """Return a large product of matrices, in the dtype of activations, and its FLOPs."""
-    size = 8192 if runtime.device.type == "cuda" else 128
-    a, b = torch.randn(2, size, size, device=runtime.device, dtype=runtime.dtype)
-    return lambda: a @ b, 2 * size**3
 
 
 def model_flops(gpt: torch.nn.Module) -> dict[str, int]:
@@ -173,9 +163,10 @@ def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gp
     report(f"after    {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
     flops = {k: n * hp.train_batch_tokens for k, n in model_flops(state.gpt).items()}
     if args.kernels and runtime.device.type == "cuda":
-        product, size = make_product(runtime)
-        ms = median(measure({"product": product}, 2, runtime)["product"])
-        flops_ms = {k: n / (size / ms * runtime.world_size) for k, n in flops.items()}
+        a, b = torch.randn(2, 8192, 8192, device=runtime.device, dtype=runtime.dtype)
+        ms = median(measure({"product": lambda: a @ b}, 2, runtime)["product"])
+        rate = 2 * 8192**3 / ms * runtime.world_size
+        flops_ms = {k: n / rate for k, n in flops.items()}
         for line in list_kernels(profile_kernels(step), flops_ms):
             report(line)
     report(f"trainer  {format_times(times, hp.train_batch_tokens)}")
