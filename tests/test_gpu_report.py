@@ -72,7 +72,7 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     assert not [row for row in rows.values() if row.startswith("FAILED")]
     first, *steps, _, _, here, _, _, both = rows.values()
     spread = r"[\d.e+-]+ \([\d.e+-]+ to [\d.e+-]+\) ms/step, \d+ tokens/s"
-    assert re.search(rf"^cpu .*<br>before .*<br>trainer +{spread}<br>model .*", first)
+    assert re.search(rf"^cpu .*<br>card .*<br>trainer +{spread}<br>model .*", first)
     slots = [re.match(r"cpu torch.float32 slots:(\d) .*TFLOP/s, ", row)[1] for row in steps]
     assert slots == ["4", "2", "1", "1"]
     for pair in (here, both):
@@ -81,10 +81,8 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
 
 
 def test_nvidia_smi_may_hang_and_say_anything(tmp_path, monkeypatch):
-    """Until it answers, the job that it measures goes on."""
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    calls = []
     for text, answer in [
         ("printf '1980 MHz, \\377 W\\n\\n2 MHz\\n'; sleep 0.3", "1980 MHz, \ufffd W; ; 2 MHz"),
         ("echo no >&2; exit 9", "no"),
@@ -92,8 +90,7 @@ def test_nvidia_smi_may_hang_and_say_anything(tmp_path, monkeypatch):
     ]:
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
-        assert bench_step.ask_nvidia_smi("name", lambda: calls.append(1)) == answer
-    assert calls
+        assert bench_step.ask_nvidia_smi("name") == answer
 
 
 def test_kernels_count_in_the_class_that_their_names_tell():

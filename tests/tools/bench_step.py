@@ -15,10 +15,11 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
-from subprocess import PIPE, STDOUT, Popen, check_output
+from subprocess import PIPE, STDOUT, TimeoutExpired, check_output, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
@@ -72,30 +73,26 @@ def peak_memory(device: torch.device) -> int:
 CARD = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 
 
-def ask_nvidia_smi(fields: str, meanwhile: Callable = lambda: time.sleep(0.1)) -> str:
-    """Return nvidia-smi's answer, or why there is none: with a broken driver it hangs. Until it
-    answers, meanwhile is repeated, since an idle card says nothing of a busy one."""
+def ask_nvidia_smi(fields: str, delay: float = 0) -> str:
+    """Return nvidia-smi's answer, or why there is none: with a broken driver it hangs."""
+    time.sleep(delay)
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
-        process = Popen(command, stdout=PIPE, stderr=STDOUT)
+        answer = run(command, stdout=PIPE, stderr=STDOUT, timeout=5).stdout
     except OSError as error:
         return f"no nvidia-smi: {error.strerror}"
-    end = time.monotonic() + 5
-    while process.poll() is None and time.monotonic() < end:
-        meanwhile()
-    if process.returncode is None:
-        process.kill()
+    except TimeoutExpired:
         return "nvidia-smi did not answer within five seconds"
-    return "; ".join(process.stdout.read().decode(errors="replace").splitlines())
+    return "; ".join(answer.decode(errors="replace").splitlines())
 
 
 def model_flops(gpt: torch.nn.Module) -> dict[str, int]:
     """FLOPs per token, forward and backward: 6 N in matrix products, 6 L T D in attention. N:
     parameters without an untied embedding. Causal attention looks at T/2 tokens on average."""
     hp, params = gpt.hp, sum(param.numel() for param in gpt.parameters())
-    lookup = 0 if hp.tie_embeddings else gpt.tok_emb.weight.numel()
+    products = params if hp.tie_embeddings else params - gpt.tok_emb.weight.numel()
     attention = 6 * hp.num_layers * hp.train_seq_len * hp.model_dim
-    return {"matrix products": 6 * (params - lookup), "attention": attention}
+    return {"matrix products": 6 * products, "attention": attention}
 
 
 # A kernel counts in the first class that has a part of its name.
@@ -156,11 +153,10 @@ def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gp
     for _ in range(2):  # the first one makes the optimizers' state
         step()
     report(f"memory   {peak_memory(runtime.device)} MiB at the trainer's peak")
-    # One rank alone cannot take a step.
-    busy = step if runtime.world_size == 1 else partial(time.sleep, 0.1)
-    report(f"before   {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
-    times = measure({"trainer": step}, args.seconds, runtime)["trainer"]
-    report(f"after    {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
+    with ThreadPoolExecutor() as pool:  # an idle card says nothing of a busy one
+        card = pool.submit(ask_nvidia_smi, CARD, 0.8 * args.seconds)
+        times = measure({"trainer": step}, args.seconds, runtime)["trainer"]
+    report(f"card     {card.result()}")
     flops = {k: n * hp.train_batch_tokens for k, n in model_flops(state.gpt).items()}
     if args.kernels and runtime.device.type == "cuda":
         a, b = torch.randn(2, 8192, 8192, device=runtime.device, dtype=runtime.dtype)
@@ -176,12 +172,11 @@ def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gp
 
 def main() -> int:
     parser = files.start_program(__doc__)
-    parser.add_argument(
-        "--seconds", type=files.number(float, 0), default=20, help="for each step (20)"
-    )
-    parser.add_argument("--slots", type=files.number(int, 1), nargs="+", help="compare BATCH_SLOTS")
-    parser.add_argument("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
-    parser.add_argument("--kernels", action="store_true", help="on a GPU: the slowest, classes")
+    add, number = parser.add_argument, files.number
+    add("--seconds", type=number(float, 0), default=20, help="for each step (20)")
+    add("--slots", type=number(int, 1), nargs="+", help="compare BATCH_SLOTS")
+    add("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
+    add("--kernels", action="store_true", help="on a GPU: the slowest, classes")
     args = parser.parse_args()
     if args.slots and "RANK" in os.environ:
         parser.error("--slots compares steps of one process: start it without torchrun")

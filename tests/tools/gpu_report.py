@@ -32,11 +32,11 @@ HUNDRED = "ITERATIONS=100 WARMUP_STEPS=3 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=
 HOW = "not measured: --reference FILE, train_gpt.py of https://github.com/openai/parameter-golf"
 # Name; deadline in seconds from the start; Python's arguments; knobs; output lines to show.
 PARTS = [
-    ("as trained", 170, [*BENCH, "--kernels"], "", 21),
-    ("4 slots", 235, BENCH, "BATCH_SLOTS=4", 6),
-    ("2 slots", 300, BENCH, "BATCH_SLOTS=2", 6),
-    ("without cuDNN's attention", 360, [*BENCH, "--without-cudnn"], "", 6),
-    ("without torch.compile", 400, BENCH, "COMPILE=0", 6),
+    ("as trained", 170, [*BENCH, "--kernels"], "", 20),
+    ("4 slots", 235, BENCH, "BATCH_SLOTS=4", 5),
+    ("2 slots", 300, BENCH, "BATCH_SLOTS=2", 5),
+    ("without cuDNN's attention", 360, [*BENCH, "--without-cudnn"], "", 5),
+    ("without torch.compile", 400, BENCH, "COMPILE=0", 5),
 ]
 DEMO_PARTS = [
     ("100 steps of the demo", 480, [SCRIPT], f"{HUNDRED} {DEMO} RUN_ID=here", 1),
