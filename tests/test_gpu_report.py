@@ -28,11 +28,9 @@ def test_after_a_part_that_fails_the_others_go_on(tmp_path, monkeypatch):
         ("hangs", 0, ["-c", "import time; time.sleep(60)"], "", 1),
         ("works", 60, ["-c", program], "SEED=7", 2),
     ]
-    for more in (gpu_report.DEMO_PARTS, gpu_report.REFERENCE_PARTS):
-        ends = [end for _, end, *_ in gpu_report.PARTS + more]
-        assert ends == sorted(ends) and ends[-1] < 600
+    ends = [end for _, end, *_ in gpu_report.PARTS + gpu_report.REFERENCE_PARTS]
+    assert ends == sorted(ends) and ends[-1] < 600
     monkeypatch.setattr(gpu_report, "PARTS", parts)
-    monkeypatch.setattr(gpu_report, "DEMO_PARTS", [])
     knobs = {"DEVICE": "cpu", "ITERATIONS": "30"}
     result = run_here(tmp_path, knobs, PROGRAM)
     assert result.returncode == 2 and "no GPU here, or DEVICE=cpu: --tiny" in result.stderr
@@ -60,8 +58,6 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "attention_backends", train_gpt.attention_backends)
     monkeypatch.setattr(gpu_report, "run", run)
-    parts = gpu_report.DEMO_PARTS + gpu_report.REFERENCE_PARTS
-    monkeypatch.setattr(gpu_report, "REFERENCE_PARTS", parts)
     folder = tmp_path / "with a space"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -70,14 +66,13 @@ def test_all_parts_on_a_cpu(tmp_path, knobs, monkeypatch):
     assert result.returncode == 0, result.stdout
     rows = read_report(tmp_path)
     assert not [row for row in rows.values() if row.startswith("FAILED")]
-    first, *steps, _, _, here, _, _, both = rows.values()
+    first, *steps, _, _, both = rows.values()
     spread = r"[\d.e+-]+ \([\d.e+-]+ to [\d.e+-]+\) ms/step, \d+ tokens/s"
     assert re.search(rf"^cpu .*<br>card .*<br>trainer +{spread}<br>model .*", first)
     slots = [re.match(r"cpu torch.float32 slots:(\d) .*TFLOP/s, ", row)[1] for row in steps]
     assert slots == ["4", "2", "1", "1"]
-    for pair in (here, both):
-        end = "5 losses, largest difference 0.0000 nats"
-        assert re.fullmatch(rf"[\d.]+ and [\d.]+ ms a step, ratio [\d.]+; {end}", pair)
+    end = "5 losses, largest difference 0.0000 nats"
+    assert re.fullmatch(rf"[\d.]+ and [\d.]+ ms a step, ratio [\d.]+; {end}", both)
 
 
 def test_nvidia_smi_may_hang_and_say_anything(tmp_path, monkeypatch):

@@ -24,7 +24,6 @@ import sys
 import time
 import zlib
 from argparse import Namespace
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -146,11 +145,12 @@ def checksum(path: Path, known: dict[str, list[int]]) -> tuple[int, int]:
 
 
 def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace) -> Side:
-    """Copy the script, build the demo's data and name the side's folder."""
+    """Copy the script, build the demo's data and name the side's folder. The copy would not find
+    the builder, which is in our folder data."""
     path = args.out / f"{name}.py"
     path.write_bytes(source)
     side = load_side(name, path, own, args)
-    side.script.prepare_demo(side.hp, Namespace(log=str))
+    load_script(SCRIPT).prepare_demo(side.hp, Namespace(log=str))
     paths = [*sorted(Path(side.hp.data_path).glob("*.bin")), Path(side.hp.tokenizer_path)]
     store = args.out / "data.json"
     known = files.read_json(store) if store.exists() else {}
@@ -329,9 +329,9 @@ class Experiment:
 def lock_folder(args: Namespace) -> None:
     """Keep other experiments out of the folder. Choose the number of runs at a time. Raises
     ValueError if the folder has a user's files of our names."""
-    lock, data = args.out / "lock", args.out / "data"
+    lock = args.out / "lock"
     if not (lock.is_file() and lock.stat().st_size == 0):  # it is not a folder of experiments
-        for name in ("lock", "data", "data.json", "ledger.tsv", "baseline.py", "candidate.py"):
+        for name in ("lock", "data.json", "ledger.tsv", "baseline.py", "candidate.py"):
             if os.path.lexists(path := args.out / name):
                 raise ValueError(f"{path} is not a file of experiment.py: set another --out")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -343,11 +343,6 @@ def lock_folder(args: Namespace) -> None:
         raise ValueError(f"an experiment is running in {args.out}: wait, or set --out") from None
     except OSError as error:
         print(f"WARNING: {args.out} cannot be locked ({error}): start no second experiment there")
-    # The script looks for the demo's builder in data. A link may be that of another checkout.
-    if not (data.exists() and data.samefile(SCRIPT.with_name("data"))):
-        with suppress(OSError):  # there is a folder, or the disk has no links
-            data.unlink(missing_ok=True)
-            data.symlink_to(SCRIPT.with_name("data"))
     num_gpus = 0 if os.environ.get("DEVICE") == "cpu" else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
     args.gpus = [] if args.launch else visible.split(",")[:num_gpus]

@@ -1,9 +1,10 @@
 """Measure the trainer on an idle GPU within ten minutes, offline. Writes gpu_report.md.
 
-python tests/tools/gpu_report.py
-python tests/tools/gpu_report.py --reference FILE     the challenge's train_gpt.py beside ours
-DEVICE=cpu python tests/tools/gpu_report.py --tiny    a trial without a GPU, in a minute
-"""
+    python tests/tools/gpu_report.py
+    python tests/tools/gpu_report.py --reference FILE     the challenge's train_gpt.py beside ours
+    DEVICE=cpu python tests/tools/gpu_report.py --tiny    a trial without a GPU, in a minute
+
+With --reference, both train on the demo's data, which must exist, unless others are exported."""
 
 import os
 import sys
@@ -26,7 +27,6 @@ from train_gpt import Hyperparameters
 
 SECONDS = "20"  # for each measurement, since a card slows down as it gets hot
 BENCH = [bench_step.__file__, "--seconds", SECONDS]
-DEMO = "PRESET=demo BATCH_SLOTS=8 VAL_LOSS_EVERY=0 TRAIN_LOG_EVERY=1"
 TINY = "PRESET=demo NUM_LAYERS=2 TRAIN_BATCH_TOKENS=1024 WARMUP_STEPS=1 ITERATIONS=5"
 HUNDRED = "ITERATIONS=100 WARMUP_STEPS=3 MAX_WALLCLOCK_SECONDS=0 VAL_LOSS_EVERY=0"
 HOW = "not measured: --reference FILE, train_gpt.py of https://github.com/openai/parameter-golf"
@@ -38,12 +38,7 @@ PARTS = [
     ("without cuDNN's attention", 360, [*BENCH, "--without-cudnn"], "", 5),
     ("without torch.compile", 400, BENCH, "COMPILE=0", 5),
 ]
-DEMO_PARTS = [
-    ("100 steps of the demo", 480, [SCRIPT], f"{HUNDRED} {DEMO} RUN_ID=here", 1),
-    ("100 steps on the CPU", 560, [SCRIPT], f"{HUNDRED} {DEMO} RUN_ID=cpu DEVICE=cpu", 1),
-    ("these two runs", 570, [__file__, "compare", "here", "cpu"], "", 1),
-]
-REFERENCE_PARTS = [  # with --reference FILE, in place of the demo
+REFERENCE_PARTS = [  # with --reference FILE
     ("100 steps", 480, [SCRIPT], f"{HUNDRED} RUN_ID=ours", 1),
     ("100 steps of FILE", 570, ["FILE"], f"{HUNDRED} RUN_ID=theirs", 1),
     ("100 steps and FILE's", 580, [__file__, "compare", "ours", "theirs"], "", 1),
@@ -78,7 +73,7 @@ def main() -> int:
     """Write the report. Returns the exit code."""
     parser = start_program(__doc__)
     parser.add_argument("--tiny", action="store_true", help="measure nothing, try everything")
-    parser.add_argument("--reference", type=existing_file, metavar="FILE", help="not the demo")
+    parser.add_argument("--reference", type=existing_file, metavar="FILE", help="train it, too")
     args = parser.parse_args()
     hp = Hyperparameters.from_env(os.environ)
     device = train_gpt.open_device(hp, 0).type  # for all parts
@@ -93,14 +88,13 @@ def main() -> int:
     facts = f"{gpu}, torch {torch.__version__}, commit {getoutput('git describe --always --dirty')}"
     report = f"{facts}\n\nknobs: {' '.join(differ) or 'the defaults'}\n\n"
     report += "| part | result | seconds |\n|---|---|---|\n"
-    parts, words, environ, cwd = PARTS + DEMO_PARTS, {}, dict(os.environ), None
+    parts, words, environ, cwd = PARTS, {}, dict(os.environ), None
     if args.tiny:
         words[SECONDS] = "0.1"
     with tempfile.TemporaryDirectory() as folder:
         environ |= {"DEVICE": device, "OUTPUT_DIR": folder}
         if args.reference:
-            # The challenge's script writes into the folder that it starts in. The demo's data are
-            # built already, unless others are exported.
+            # The challenge's script writes into the folder that it starts in.
             parts, cwd, words["FILE"] = PARTS + REFERENCE_PARTS, folder, args.reference.absolute()
             for name in ("DATA_PATH", "TOKENIZER_PATH"):
                 environ[name] = os.path.abspath(os.environ.get(name, train_gpt.DEMO[name]))
