@@ -219,8 +219,7 @@ def test_user_errors_are_one_line_before_any_run(run):
 @pytest.mark.parametrize(
     "place, line, words",
     [
-        ("parts.py", "def late():\n    from parts.a import b", "a module next to it"),
-        ("parts/own.py", "def late():\n    import parts.own", "imports parts, a module next to it"),
+        ("parts.py", "import parts", "No module named 'parts': install it, or put it into the"),
         ("src/own.py", "sys.path.insert(0, {folder!r})\n__import__('own')", "loads own from"),
         ("torch/own.py", "def", ": fix it"),  # its folder has the name of a package
     ],

@@ -25,7 +25,6 @@ import time
 import zlib
 from argparse import Namespace
 from dataclasses import asdict, dataclass, field
-from importlib.machinery import PathFinder
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -55,27 +54,11 @@ def git(script: Path, *words: str) -> tuple[bytes, str]:
     return result.stdout, " ".join(result.stderr.decode(errors="replace").split())
 
 
-def read_source(path: Path) -> bytes:
-    """Read a script, or take it out of the log of a run. Raises ValueError if it imports a module
-    from its folder, which experiment.py does not compare."""
-    source, folder = read_script(path), str(path.resolve().parent)
-    nodes = [*ast.walk(ast.parse(source, str(path)))]
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    for name in sorted({name.split(".")[0] for name in names} - {""}):
-        # A folder without __init__.py, such as wandb/, counts if no installed module has its name.
-        spec = PathFinder.find_spec(name, [folder, *sys.path])
-        places = [spec.origin or "", *(spec.submodule_search_locations or [])] if spec else []
-        if any(place.startswith(os.path.join(folder, name)) for place in places):
-            raise ValueError(f"{path} imports {name}, a module next to it: put it into the script")
-    return source
-
-
 def read_sources(args: Namespace) -> tuple[list[bytes], str]:
     """Return the scripts of both sides, and the change: the knobs, or the first line of an edit."""
-    candidate = baseline = read_source(args.script)
+    candidate = baseline = read_script(args.script)
     if args.base:
-        baseline = read_source(args.base)
+        baseline = read_script(args.base)
     elif not args.set and args.script.suffix == ".py":  # a log has no older version
         name = args.script.resolve().name
         # As in a checkout: filters and line ends may change what git stores.
@@ -94,9 +77,13 @@ def read_sources(args: Namespace) -> tuple[list[bytes], str]:
 
 
 def load_alone(path: Path) -> ModuleType:
-    """Load a script. Raises ValueError if that loads a module that is not installed."""
+    """Load a script. Raises ValueError if that loads a module that is not installed, or finds none:
+    experiment.py copies and compares the script alone."""
     installed = {*sys.modules, *sys.stdlib_module_names}
-    script = load_script(path)
+    try:
+        script = load_script(path)
+    except ImportError as error:
+        raise ValueError(f"{path}: {error}: install it, or put it into the script") from None
     for name in sorted({*sys.modules} - installed - {script.__name__}):
         file = getattr(sys.modules[name], "__file__", None) or ""
         if name.split(".")[0] not in installed and "-packages" not in file and file[-3:] == ".py":
@@ -106,7 +93,7 @@ def load_alone(path: Path) -> ModuleType:
 
 def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Side:
     """Load a script and read its knobs. own: those of this side alone."""
-    source, script = read_source(path), load_alone(path)
+    source, script = read_script(path), load_alone(path)
     preset = script.PRESETS.get(args.environ.get("PRESET"), {})
     # --quick keeps the shape of the preset's schedule.
     quick = {k: v for k, v in QUICK.items() if k != "WARMDOWN_FRAC" or k not in preset}

@@ -57,10 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
         tokenizer = SentencePieceProcessor(model_proto=Path(hp.tokenizer_path).read_bytes())
     except (OSError, RuntimeError) as error:
         sys.exit(f"tokenizer: {error}: start in the folder of the run, or set TOKENIZER_PATH")
-    if tokenizer.vocab_size() != hp.vocab_size:
-        sys.exit(
-            f"the tokenizer does not have VOCAB_SIZE={hp.vocab_size} pieces: set TOKENIZER_PATH"
-        )
+    if (size := tokenizer.vocab_size()) != hp.vocab_size:
+        sys.exit(f"the tokenizer has {size} pieces, the model {hp.vocab_size}: set TOKENIZER_PATH")
     if tokenizer.bos_id() < 0:
         sys.exit("the tokenizer has no BOS, with which a document begins: set TOKENIZER_PATH")
     prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # of any bytes
