@@ -118,8 +118,7 @@ def find_obstacle(groups: list[Group]) -> str:
             if not math.isfinite(run.figures.get("val_loss", 0)):
                 return f"{group.name}: {run.path} diverged: {run.unfinished}"
         if len(group.finished) < 2:
-            few = f"{len(group.finished)} finished; each side needs two, preferably more"
-            return f"{group.name}: {few}"
+            return f"{group.name}: {len(group.finished)} finished; each side needs two or more"
         if repeat := group.find_repeat():
             return f"{group.name}: {repeat}"
         if len({*group.values("val_loss")}) == 1:
