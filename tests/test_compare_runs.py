@@ -465,7 +465,7 @@ def test_neither_a_backend_nor_a_traceback(tmp_path):
         ("compare_runs", "none", 0, ""),
         ("compare_runs", "matplotlib", 2, "pip install scipy matplotlib"),
         ("experiment", "scipy", 2, "pip install scipy"),
-        ("score", "torch", 2, "-r requirements.txt"),
+        ("sample", "torch", 2, "-r requirements.txt"),
     ]:
         program = f"import sys; sys.modules[{package!r}] = None; import {tool}"
         command = [sys.executable, "-c", program]
