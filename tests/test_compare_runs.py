@@ -414,8 +414,9 @@ def test_the_picture_of_logs(tmp_path, capsys, monkeypatch):
     runs = [read_run(Path(name)) for name in names]
     figure = compare_runs.draw([compare_runs.Group("runs", runs)])
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
-    long = f"{28 * 'y'} … {28 * 'y'}: 8, 1.9820"
-    assert shown == [long, "_b: 9, 1.9820", "$x^{_$: 10, 1.9820"]
+    ends = "seed 8, val_bpb 1.9820", "seed 9, val_bpb 1.9820", "seed 10, val_bpb 1.9820"
+    names = 60 * "y", "_b", "$x^{_$"
+    assert shown == [f"{name}: {end}" for name, end in zip(names, ends, strict=True)]
     losses, finals = figure.axes
     assert losses.get_ylim()[1] < 6.9
     assert [[*line.get_ydata()] for line in finals.lines] == [[3.508], [3.509], [3.51]]
@@ -464,7 +465,7 @@ def test_neither_a_backend_nor_a_traceback(tmp_path):
         ("compare_runs", "none", 0, ""),
         ("compare_runs", "matplotlib", 2, "pip install scipy matplotlib"),
         ("experiment", "scipy", 2, "pip install scipy"),
-        ("score", "torch", 2, "-r requirements.txt"),
+        ("sample", "torch", 2, "-r requirements.txt"),
     ]:
         program = f"import sys; sys.modules[{package!r}] = None; import {tool}"
         command = [sys.executable, "-c", program]

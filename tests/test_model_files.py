@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from zlib import crc32
 
-import numpy as np
 import pytest
 import score
 import torch
@@ -134,22 +133,11 @@ def test_unquantized_weights_have_another_line(trained, tmp_path, score_knobs, n
 
 
 def test_two_ranks_score_as_one(trained, tmp_path, score_knobs):
-    command = [score.__file__, trained[0] / ARTIFACT, "--losses=~/losses.npy"]
-    results = run_ranks(tmp_path, {**score_knobs, "HOME": str(tmp_path)}, 2, command)
+    results = run_ranks(tmp_path, score_knobs, 2, [score.__file__, trained[0] / ARTIFACT])
     assert [result.returncode for result in results] == [0, 0], results[1].stderr
     found = scores(finished(results[0])[-1])
     assert found == pytest.approx(scores(trained[1][-1]), abs=2e-6)
-    losses = np.load(tmp_path / "losses.npy")  # one for each target
-    assert losses.dtype == np.float32 and losses.shape == (1472,)
-    assert losses.mean(dtype=np.float64) == pytest.approx(found[0], abs=1e-7) and losses.all()
     assert results[1].stdout == ""
-
-
-def test_losses_never_replace_a_file_of_another_kind(trained, tmp_path):
-    model = Path(shutil.copy(trained[0] / MODEL, tmp_path))
-    result = run_here(tmp_path, {}, score, [str(model), f"--losses={model}"])
-    assert result.returncode == 2 and "must end in .npy" in result.stderr
-    assert model.read_bytes() == (trained[0] / MODEL).read_bytes()
 
 
 def test_a_score_that_is_not_finite_is_printed_and_fails(trained, tmp_path, score_knobs):

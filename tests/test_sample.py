@@ -27,7 +27,7 @@ def test_each_file_of_a_run_writes_text(trained, capsys):
     assert texts[0] != texts[1] == texts[2] and texts[0].startswith("The")
 
 
-def test_a_prompt_in_caseops_follows_bos_and_keeps_its_end(trained, tmp_path, capsys):
+def test_a_prompt_in_caseops_follows_bos_and_keeps_its_end(trained, tmp_path, capsys, monkeypatch):
     """The printed text has capitals in place of CaseOps marks."""
     prompt = "The NASA" + 40 * "7"
     script, tokenizer = tmp_path / "edited.py", tmp_path / "caseops.model"
@@ -36,7 +36,8 @@ def test_a_prompt_in_caseops_follows_bos_and_keeps_its_end(trained, tmp_path, ca
     tokenizer.write_bytes(train_tokenizer(sentence_iterator=lines, **caseops.TRAINER_SETTINGS))
     sp = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     ids = [1, *sp.encode(caseops.encode(prompt))]
-    options = ("--script", script, "--tokenizer", tokenizer, "--tokens=5", "--temperature=0")
+    monkeypatch.setenv("TOKENIZER_PATH", str(tokenizer))
+    options = ("--script", script, "--tokens=5", "--temperature=0")
     text = write(capsys, trained[0] / "final_model.pt", prompt, *options)
     for _ in range(5):
         ids.append((ids[-1] + min(len(ids), 32)) % 384)
@@ -61,12 +62,13 @@ def test_a_wrong_model_or_tokenizer_is_named(tmp_path, trained):
     assert result.returncode == 2 and "; first the model, then the prompt" in result.stderr
     (tmp_path / "no_bos.model").write_bytes(train_tokenizer(bos_id=-1))
     (tmp_path / "nan.py").write_text(EDITED.replace("torch.eye(384)", "torch.nan * torch.eye(384)"))
-    for option, words in [
-        ("--tokenizer=none", "'none': start in the folder of the run, or set --tokenizer"),
-        ("--tokenizer=no_bos.model", "has no BOS"),
-        ("--script=nan.py", "final_model.pt: its predictions are not finite"),
+    for environ, words in [
+        ({"TOKENIZER_PATH": "none"}, "'none': start in the folder of the run, or set TOKENIZER"),
+        ({"TOKENIZER_PATH": "no_bos.model"}, "has no BOS"),
+        ({}, "final_model.pt: its predictions are not finite"),
     ]:
-        failed(run_here(tmp_path, {}, sample, [f"{trained[0]}/final_model.pt", option]), words)
+        options = [f"{trained[0]}/final_model.pt", *(() if environ else ["--script=nan.py"])]
+        failed(run_here(tmp_path, environ, sample, options), words)
     error = failed(run_here(tmp_path, {}, sample, [str(SCRIPT)]))
     assert error.startswith(f"{SCRIPT} is damaged or not a model file")
 

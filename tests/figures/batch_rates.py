@@ -95,12 +95,10 @@ def best_rates(
     if len(values) < 3 or first.degrees < 1:
         print(f"{name}, {len(runs)} runs: too few: add two seeds of three whole k around the best")
         return None
-    low, high = 2 ** (values[[0, -1]] / 2)
     if not values[0] < first.best < values[-1]:
-        where = f"at f = {low:.3g} or below it" if first.best == values[0] else (
-            f"at f = {high:.3g} or above it")  # fmt: skip
         kind = "is a maximum" if first.parabola[0] <= 0 else "is outside the runs"
-        sys.exit(f"{name}: the parabola's vertex {kind}, and the best rate {where}: add runs there")
+        where = f"the best rate at f = {2 ** (first.best / 2):.3g} or beyond it: add runs there"
+        sys.exit(f"{name}: the parabola's vertex {kind}, and {where}")
     # A standard deviation from few runs is uncertain, too.
     scale = first.noise * np.sqrt(first.degrees / random.chisquare(first.degrees, REPEATS))
     fits = [first]

@@ -25,34 +25,30 @@ EFFECTS = (0, 0.5, 1, 2, 3)  # true gains, in units of PAIR
 GROUPS = 4000  # each has a hundred changes
 
 
-def looks(
-    gains: np.ndarray, most: int, by: float = 0.0, alpha: float = anytime.ALPHA, early: bool = True
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Look after each pair from the second on, until the verdict is better or hopeless. Returns
-    which changes are better, the pairs they took, and the mean gain at the end. early: a mean gain
-    that is not above `by` ends the experiment, as in experiment.py."""
-    n, gains = np.arange(2, most + 1), gains[..., :most]
-    means = gains.cumsum(axis=2)[..., 1:] / n
-    squares = (gains**2).cumsum(axis=2)[..., 1:]
-    deviations = np.sqrt((squares - n * means**2) / (n - 1))
-    half = np.array([anytime.quantile(k, alpha) for k in n]) * deviations / np.sqrt(n)
-    is_better = means - half > by
-    is_over = is_better | (means + half < by) | (early & (means < by))
-    last = np.where(is_over.any(axis=2), is_over.argmax(axis=2), most - 2)[..., None]
-    kept, mean = (np.take_along_axis(each, last, axis=2)[..., 0] for each in (is_better, means))
-    return kept, last[..., 0] + 2, mean
+def looks(gains: np.ndarray, counts: bool | np.ndarray = True) -> tuple[np.ndarray, ...]:
+    """Look after each pair (the last axis), until the verdict is better, worse or hopeless. Returns
+    which changes are better and worse, the pairs they took, and the mean gain at the end. counts:
+    the pairs that count. Gains of -inf are those of a candidate that diverged."""
+    counts = np.broadcast_to(counts, gains.shape)
+    n, has_diverged = counts.cumsum(axis=-1), np.isneginf(gains) & counts
+    gains = np.where(counts & ~has_diverged, gains, 0)
+    means = gains.cumsum(axis=-1) / np.maximum(n, 1)
+    squares = (gains**2).cumsum(axis=-1) - n * means**2
+    errors = np.sqrt(np.maximum(squares, 0) / np.maximum(n - 1, 1) / np.maximum(n, 1))
+    limits = np.array([anytime.quantile(k) for k in range(gains.shape[-1] + 1)])
+    with np.errstate(invalid="ignore"):  # inf * 0
+        half = np.where(n > 1, limits[n] * errors, np.inf)
+    is_worse = has_diverged | (means + half < 0)
+    is_better = ~has_diverged & (means - half > 0)
+    is_over = is_worse | is_better | ((n > 1) & (means <= 0))
+    last = np.where(is_over.any(axis=-1), is_over.argmax(axis=-1), n.shape[-1] - 1)[..., None]
+    return tuple(np.take_along_axis(x, last, -1)[..., 0] for x in (is_better, is_worse, n, means))
 
 
 def draw_gains() -> np.ndarray:
     """Gains of 16 pairs for 60,000 changes, each with a spread of its own and no true gain."""
     random = np.random.default_rng(1)
     return random.choice(PAIRS, (600, 100, 1)) * random.standard_normal((600, 100, 16))
-
-
-def experiment(gains: np.ndarray, most: int, **options: float) -> tuple[np.ndarray, float]:
-    """Return which changes it keeps, and the runs for a hundred changes."""
-    kept, pairs, _ = looks(gains, most, **options)
-    return kept, 100 * pairs.mean() + most
 
 
 def simulate() -> dict[str, list[float]]:
@@ -68,33 +64,24 @@ def simulate() -> dict[str, list[float]]:
     single = baseline - random.normal(0, 1, (GROUPS, 100)) * spreads / math.sqrt(2)
     other_seed = random.normal(0, math.sqrt(2 * (RUN**2 - half**2)), (GROUPS, 1))
     two_baselines = np.abs(baseline - second + other_seed)
-    # Nearly all of the hundred are useless, so they decide the deviation.
-    center = np.median(single, axis=1, keepdims=True)
-    deviation = np.median(np.abs(single - center), axis=1, keepdims=True)
     fixed = "p < 0.01 with a fixed standard deviation, at the first of 8 pairs that passes"
-    sure = {"by": 0.005, "alpha": 0.01, "early": False}
-    shares: dict[str, list[float]] = {}
-    runs = {}
-    for effect in EFFECTS:
+    found: dict[str, list[float]] = {}
+    for effect in reversed(EFFECTS):  # the useless changes, whose runs count, come last
         one, pairs = single + effect * PAIR, gains + effect * PAIR
         # A z-test with the spread of the median change, after each of eight pairs.
         passes = pairs[..., :8].cumsum(axis=2) / np.sqrt(np.arange(1, 9)) / PAIR > 2.326
         spent = np.where(passes.any(axis=2), passes.argmax(axis=2) + 1, 8).mean()
-        results = {
-            "lower in one run": (one > 0, 101),
-            "lower by twice the difference of two baseline runs": (one > 2 * two_baselines, 102),
-            "lower by two median absolute deviations of all results": (one > 2 * deviation, 101),
-            fixed: (passes.any(axis=2), 100 * spent + 8),
-            "surely lower by 0.005, at 1 %, 8 pairs": experiment(pairs, 8, **sure),
-            "experiment.py: 16 pairs, and it ends when the mean gain is negative": (
-                experiment(pairs, 16)
-            ),
-        }
-        for name, (kept, number) in results.items():
+        better, _, taken, _ = looks(pairs)
+        for name, kept, runs in [
+            ("lower in one run", one > 0, 101),
+            ("lower by twice the difference of two baseline runs", one > 2 * two_baselines, 102),
+            (fixed, passes.any(axis=2), 100 * spent + 8),
+            ("`better` by experiment.py", better, 100 * taken.mean() + 16),
+        ]:
             share = 100 * kept.mean()
-            shares.setdefault(name, []).append(round(share, 1) if share < 10 else round(share))
-            runs.setdefault(name, round(number))  # those of the useless changes, the first effect
-    return {name: [*shares[name], runs[name]] for name in shares}
+            shares = [round(share, 1) if share < 10 else round(share), *found.get(name, [])[:-1]]
+            found[name] = [*shares, round(runs)]
+    return found
 
 
 if __name__ == "__main__":
@@ -103,6 +90,6 @@ if __name__ == "__main__":
     lines += [[name, *map(str, numbers)] for name, numbers in simulate().items()]
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
     for effect in (-1, *EFFECTS):
-        kept, pairs, mean = looks(draw_gains() + effect * PAIR, 16)
+        kept, _, pairs, mean = looks(draw_gains() + effect * PAIR)
         winners = mean[kept].mean() / PAIR
         print(f"true gain {effect:g}: {pairs.mean():.1f} pairs, a winner's gain {winners:.2f}")

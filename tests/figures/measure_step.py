@@ -2,11 +2,8 @@
 
     PRESET=demo OMP_NUM_THREADS=1 python tests/figures/measure_step.py
     PRESET=demo torchrun --standalone --nproc_per_node=2 tests/figures/measure_step.py
-    PRESET=demo DTYPE=bf16 NUM_LAYERS=9 MODEL_DIM=512 NUM_HEADS=8 NUM_KV_HEADS=4 \\
-        torchrun --standalone --nproc_per_node=2 tests/figures/measure_step.py
 
-The last is the default model, with the demo's short sequences. Start it where the demo ran. For
-tests/ACCUMULATION.md."""
+Start it where the demo ran. tests/ACCUMULATION.md has its figures, and their knobs."""
 
 import os
 import sys
@@ -77,8 +74,7 @@ def count_exchanges(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -
     micro-step and in all of them."""
     report = print if runtime.rank == 0 else str
     state = train_gpt.TrainingState(hp, runtime)
-    gradients: list[int] = []  # in bytes, of each all-reduce
-    others: list[int] = []
+    gradients, others = [], []  # in bytes, of each all-reduce
 
     def count_bucket(_, bucket):
         gradients.append(bucket.buffer().nbytes)

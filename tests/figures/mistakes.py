@@ -1,11 +1,10 @@
 """Draw what eight mistakes do to the weights of targets, measured on two ranks.
 
-    python tests/figures/mistakes.py tests/figures/mistakes.svg
+    python tests/figures/mistakes.py
 
-Each mistake is an edit of ACCUMULATION.md's loop (tests/helpers/loops.py). The picture has the
-second step. Needs matplotlib."""
+It writes tests/figures/mistakes.svg: the second step after each edit of ACCUMULATION.md's loop
+(tests/helpers/loops.py). Needs matplotlib."""
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -24,9 +23,6 @@ NAMES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("picture", type=Path, help="the .svg to write")
-    picture = parser.parse_args().picture
     panels = []
     for name in NAMES:
         with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +32,7 @@ def main() -> None:
             code = check_accumulation.run_ranks(2, args, Path(folder))
             steps, _ = check_accumulation.check(2, code, args, Path(folder))
         panels.append((name, steps[-1]))
-    check_accumulation.draw(panels, picture)
+    check_accumulation.draw(panels, FOLDER / "figures/mistakes.svg")
 
 
 if __name__ == "__main__":

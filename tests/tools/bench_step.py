@@ -15,10 +15,11 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
-from subprocess import PIPE, STDOUT, Popen, check_output
+from subprocess import PIPE, STDOUT, TimeoutExpired, check_output, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
@@ -56,12 +57,9 @@ def measure(
     return {name: values[2:] for name, values in times.items()}
 
 
-def format_spread(values: list[float]) -> str:
-    return f"{median(values):.5g} ({min(values):.5g} to {max(values):.5g})"
-
-
 def format_times(times: list[float], tokens: int) -> str:
-    return f"{format_spread(times)} ms/step, {1000 * tokens / median(times):.0f} tokens/s"
+    spread = f"{median(times):.5g} ({min(times):.5g} to {max(times):.5g})"
+    return f"{spread} ms/step, {1000 * tokens / median(times):.0f} tokens/s"
 
 
 def peak_memory(device: torch.device) -> int:
@@ -75,37 +73,26 @@ def peak_memory(device: torch.device) -> int:
 CARD = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
 
 
-def ask_nvidia_smi(fields: str, meanwhile: Callable = lambda: time.sleep(0.1)) -> str:
-    """Return nvidia-smi's answer, or why there is none: with a broken driver it hangs. Until it
-    answers, meanwhile is repeated, since an idle card says nothing of a busy one."""
+def ask_nvidia_smi(fields: str, delay: float = 0) -> str:
+    """Return nvidia-smi's answer, or why there is none: with a broken driver it hangs."""
+    time.sleep(delay)
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
-        process = Popen(command, stdout=PIPE, stderr=STDOUT)
+        answer = run(command, stdout=PIPE, stderr=STDOUT, timeout=5).stdout
     except OSError as error:
         return f"no nvidia-smi: {error.strerror}"
-    end = time.monotonic() + 5
-    while process.poll() is None and time.monotonic() < end:
-        meanwhile()
-    if process.returncode is None:
-        process.kill()
+    except TimeoutExpired:
         return "nvidia-smi did not answer within five seconds"
-    return "; ".join(process.stdout.read().decode(errors="replace").splitlines())
-
-
-def make_product(runtime: train_gpt.Runtime) -> tuple[Callable, int]:
-    """Return a large product of matrices, in the dtype of activations, and its FLOPs."""
-    size = 8192 if runtime.device.type == "cuda" else 128
-    a, b = torch.randn(2, size, size, device=runtime.device, dtype=runtime.dtype)
-    return lambda: a @ b, 2 * size**3
+    return "; ".join(answer.decode(errors="replace").splitlines())
 
 
 def model_flops(gpt: torch.nn.Module) -> dict[str, int]:
     """FLOPs per token, forward and backward: 6 N in matrix products, 6 L T D in attention. N:
     parameters without an untied embedding. Causal attention looks at T/2 tokens on average."""
     hp, params = gpt.hp, sum(param.numel() for param in gpt.parameters())
-    lookup = 0 if hp.tie_embeddings else gpt.tok_emb.weight.numel()
+    products = params if hp.tie_embeddings else params - gpt.tok_emb.weight.numel()
     attention = 6 * hp.num_layers * hp.train_seq_len * hp.model_dim
-    return {"matrix products": 6 * (params - lookup), "attention": attention}
+    return {"matrix products": 6 * products, "attention": attention}
 
 
 # A kernel counts in the first class that has a part of its name.
@@ -166,16 +153,16 @@ def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gp
     for _ in range(2):  # the first one makes the optimizers' state
         step()
     report(f"memory   {peak_memory(runtime.device)} MiB at the trainer's peak")
-    # One rank alone cannot take a step.
-    busy = step if runtime.world_size == 1 else partial(time.sleep, 0.1)
-    report(f"before   {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
-    times = measure({"trainer": step}, args.seconds, runtime)["trainer"]
-    report(f"after    {runtime.from_rank_0(lambda: ask_nvidia_smi(CARD, busy))}")
+    with ThreadPoolExecutor() as pool:  # an idle card says nothing of a busy one
+        card = pool.submit(ask_nvidia_smi, CARD, 0.8 * args.seconds)
+        times = measure({"trainer": step}, args.seconds, runtime)["trainer"]
+    report(f"card     {card.result()}")
     flops = {k: n * hp.train_batch_tokens for k, n in model_flops(state.gpt).items()}
     if args.kernels and runtime.device.type == "cuda":
-        product, size = make_product(runtime)
-        ms = median(measure({"product": product}, 2, runtime)["product"])
-        flops_ms = {k: n / (size / ms * runtime.world_size) for k, n in flops.items()}
+        a, b = torch.randn(2, 8192, 8192, device=runtime.device, dtype=runtime.dtype)
+        ms = median(measure({"product": lambda: a @ b}, 2, runtime)["product"])
+        rate = 2 * 8192**3 / ms * runtime.world_size
+        flops_ms = {k: n / rate for k, n in flops.items()}
         for line in list_kernels(profile_kernels(step), flops_ms):
             report(line)
     report(f"trainer  {format_times(times, hp.train_batch_tokens)}")
@@ -185,12 +172,11 @@ def bench_step(args: Namespace, hp: train_gpt.Hyperparameters, runtime: train_gp
 
 def main() -> int:
     parser = files.start_program(__doc__)
-    parser.add_argument(
-        "--seconds", type=files.number(float, 0), default=20, help="for each step (20)"
-    )
-    parser.add_argument("--slots", type=files.number(int, 1), nargs="+", help="compare BATCH_SLOTS")
-    parser.add_argument("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
-    parser.add_argument("--kernels", action="store_true", help="on a GPU: the slowest, classes")
+    add, number = parser.add_argument, files.number
+    add("--seconds", type=number(float, 0), default=20, help="for each step (20)")
+    add("--slots", type=number(int, 1), nargs="+", help="compare BATCH_SLOTS")
+    add("--without-cudnn", action="store_true", help="use FlashAttention on Hopper")
+    add("--kernels", action="store_true", help="on a GPU: the slowest, classes")
     args = parser.parse_args()
     if args.slots and "RANK" in os.environ:
         parser.error("--slots compares steps of one process: start it without torchrun")

@@ -5,12 +5,9 @@
     python tests/tools/compare_runs.py --baseline logs/base-*.txt --candidate logs/silu-*.txt
 
 A log is logs/RUN_ID.txt or the printed output of a run; the run may still be going. The runs of a
-side should differ only by their seed. tests/tools/README.md explains the output.
-
-Exit code 0: better, or there is nothing to test. 1: worse, not better, or not yet. 2: it could not
-be tested, or an argument or a file is wrong. 3: nothing to draw.
-
-Needs pip install scipy matplotlib."""
+side should differ only by their seed. Exit code 0: better, or there is nothing to test. 1: worse,
+not better, or not yet. 2: it could not be tested, or an argument or a file is wrong. 3: nothing to
+draw. Needs pip install scipy matplotlib."""
 
 import math
 import os
@@ -121,8 +118,7 @@ def find_obstacle(groups: list[Group]) -> str:
             if not math.isfinite(run.figures.get("val_loss", 0)):
                 return f"{group.name}: {run.path} diverged: {run.unfinished}"
         if len(group.finished) < 2:
-            few = f"{len(group.finished)} finished; each side needs two, preferably more"
-            return f"{group.name}: {few}"
+            return f"{group.name}: {len(group.finished)} finished; each side needs two or more"
         if repeat := group.find_repeat():
             return f"{group.name}: {repeat}"
         if len({*group.values("val_loss")}) == 1:
@@ -151,25 +147,23 @@ def judge(groups: list[Group], by: float, alpha: float) -> tuple[int, str]:
     unit = common_unit(sum(sides, []), tolerance=1e-6 + few_digits)
     figure = anytime.SCORES[unit]
     rounding = sum(max(run.rounding(figure) for run in side) for side in sides)
-    note = f"the logs' scores have few digits: a gain counts {rounding:.2g} less\n"
-    if pairs := pair_by_seed(sides):
-        rule = "evidence of pairs"
-        gains = [round(a.figures[figure] - b.figures[figure], 9) for a, b in pairs]
-        if anytime.verdict(gains, by, alpha) == "better":
-            gains = [gain - rounding for gain in gains]
-        word = anytime.verdict(gains, by, alpha)
-        text = f"{len(pairs)} pairs of one seed: {anytime.describe(gains, unit, by, alpha)}\n"
-        text += f"  {anytime.describe_evidence(gains, by, alpha)}"
-    else:
-        rule = "Welch's t-test"
-        baseline, candidate = (group.values(figure) for group in groups)
-        word, p, (low, high) = anytime.welch(baseline, candidate, by, alpha)
-        if word == "better":
-            candidate = [loss + rounding for loss in candidate]
+    rule, pairs = "Welch's t-test", pair_by_seed(sides)
+    for less in (0, rounding):
+        if pairs:
+            gains = [round(a.figures[figure] - b.figures[figure], 9) - less for a, b in pairs]
+            word, rule = anytime.verdict(gains, by, alpha), "evidence of pairs"
+            text = f"{len(pairs)} pairs of one seed: {anytime.describe(gains, unit, by, alpha)}\n"
+            text += f"  {anytime.describe_evidence(gains, by, alpha)}"
+        else:
+            baseline, candidate = (group.values(figure) for group in groups)
+            candidate = [loss + less for loss in candidate]
             word, p, (low, high) = anytime.welch(baseline, candidate, by, alpha)
-        gain = f"{(low + high) / 2:.5f} {unit}, 95 % confidence interval {low:.5f} to {high:.5f}"
-        text = f"all runs, as seeds or scripts differ: {gain}\n"
-        text += f"  better by more than {by:g}? {word} (p = {p:.2g})"
+            text = f"all runs, as seeds or scripts differ: {(low + high) / 2:.5f} {unit}, 95 % "
+            text += f"confidence interval {low:.5f} to {high:.5f}\n"
+            text += f"  better by more than {by:g}? {word} (p = {p:.2g})"
+        if word != "better":
+            break
+    note = f"the logs' scores have few digits: a gain counts {rounding:.2g} less\n"
     text = f"rule: {rule}, level {alpha:g}; baseline minus candidate:\n{text}"
     return anytime.EXIT_CODES[word], note * (rounding > 1e-6) + text
 
@@ -191,10 +185,9 @@ def format_table(groups: list[Group]) -> str:
     indent = max(len(name) for name, _ in rows)
     lines = [" " * indent + "".join(f"{name:>{width}}" for name, (width, _) in COLUMNS.items())]
     for name, figures in rows:
-        line = f"{name:{indent}}"
-        for figure, (width, form) in COLUMNS.items():
-            line += f"{figures[figure]:{width}{form}}" if figure in figures else " " * width
-        lines.append(line.rstrip())
+        shown = {k: f"{figures[k]:{form}}" for k, (_, form) in COLUMNS.items() if k in figures}
+        cells = [f"{shown.get(k, ''):>{width}}" for k, (width, _) in COLUMNS.items()]
+        lines.append(f"{name:{indent}}{''.join(cells)}".rstrip())
     return "\n".join(lines)
 
 
@@ -209,10 +202,9 @@ def format_report(groups: list[Group], verdict: str) -> str:
     runs = [run for run in runs if not run.unfinished]
     if len(runs) > 1 and (unknown := [str(r.path) for r in runs if "val_crc" not in r.facts]):
         notes.append(f"no checksum, so the validation text was not checked: {', '.join(unknown)}")
-    lines = sorted({run.facts["score"] for run in runs})
-    for line in lines:
+    for line in sorted({run.facts["score"] for run in runs}):
         names = [str(run.path) for run in runs if run.facts["score"] == line]
-        notes.append(f"scores: {line}" + f" in {', '.join(names)}" * (len(lines) > 1))
+        notes.append(f"scores: {line}" + f" in {', '.join(names)}" * (len(names) < len(runs)))
     blocks = [format_table(groups), "\n".join(notes), verdict]
     return "\n\n".join(block for block in blocks if block)
 
@@ -232,19 +224,16 @@ def draw_curves(axes: Axes, groups: list[Group], colors: list[str], unit: str) -
                 if losses:
                     curves.append({step: factor * loss for step, loss in sorted(losses.items())})
                     axes.plot([*curves[-1]], [*curves[-1].values()], **style | {absent: "None"})
-    # The losses of the first fifth would flatten the rest. The last loss of a shorter run stays in
-    # view, unless that run has hardly begun.
+    # The losses of the first fifth would flatten the rest. A run's last loss stays in view.
     end = max(step for losses in curves for step in losses)
     first = end / 5 if end >= 300 else 0
-    late = [loss for losses in curves for step, loss in losses.items() if step >= first]
-    late += [losses[max(losses)] for losses in curves if max(losses) >= end / 50]
-    late = [loss for loss in late if math.isfinite(loss)] or [0.0]
-    margin = 0.05 * (max(late) - min(late)) or 0.1
-    limits = min(late) - margin, max(late) + margin
+    late = [y for losses in curves for x, y in losses.items() if x >= first or x == max(losses)]
+    if late := [*filter(math.isfinite, late)]:
+        axes.set_ylim(top=1.01 * max(late))
     # Tokenizers may differ, and no log has the bytes of the training text.
     bytes_of = "" if unit == "nats" else ", with validation's bytes per token"
     title = f"validation (points) and training (lines{bytes_of})"
-    axes.set(title=title, xlabel="step", ylabel=f"loss in {unit}", ylim=limits)
+    axes.set(title=title, xlabel="step", ylabel=f"loss in {unit}")
     axes.grid(alpha=0.3)
 
 
@@ -252,8 +241,7 @@ def draw_scores(axes: Axes, groups: list[Group], colors: list[str], unit: str) -
     """Draw the final losses. Lines join the pairs of two sides."""
     figure = anytime.SCORES[unit]
     for x, (group, color) in enumerate(zip(groups, colors, strict=True)):
-        losses = group.values(figure)
-        axes.plot([x] * len(losses), losses, "o", color=color)
+        axes.plot([x] * len(group.values(figure)), group.values(figure), "o", color=color)
     sides = [group.finished for group in groups]
     for pair in pair_by_seed(sides) if groups[-1].name == "candidate" else ():
         losses = [run.figures[figure] for run in pair]
@@ -273,13 +261,10 @@ def draw(groups: list[Group]) -> Figure:
         folder = os.path.commonpath([run.path.absolute().parent for run in runs])
         groups = []
         for run in runs:
-            name = os.path.relpath(run.path.with_suffix(""), folder)
-            name = name if len(name) <= 60 else f"{name[:28]} … {name[-28:]}"
-            score = "" if run.unfinished else f", {run.figures['val_bpb']:.4f}"
-            groups.append(Group(f"{name}: {run.facts.get('seed', 'unknown')}{score}", [run]))
+            name = os.path.relpath(run.path.with_suffix(""), folder)[-60:]
+            score = "" if run.unfinished else f", val_bpb {run.figures['val_bpb']:.4f}"
+            groups.append(Group(f"{name}: seed {run.facts.get('seed', 'unknown')}{score}", [run]))
     legend = {"loc": "outside lower center", "fontsize": "small", "frameon": False}
-    if groups[0].name != "baseline":
-        legend |= {"title": "log: seed, score in bits per byte", "title_fontsize": "small"}
     colors = [*map(to_hex, colormaps["turbo"](np.linspace(0.1, 0.9, len(groups))))]
     legend["ncols"] = max(1, 120 // (max(len(group.name) for group in groups) + 8))
     height = 4.5 + 0.2 * math.ceil(len(groups) / legend["ncols"])  # in inches

@@ -24,9 +24,7 @@ import sys
 import time
 import zlib
 from argparse import Namespace
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.machinery import PathFinder
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -56,27 +54,11 @@ def git(script: Path, *words: str) -> tuple[bytes, str]:
     return result.stdout, " ".join(result.stderr.decode(errors="replace").split())
 
 
-def read_source(path: Path) -> bytes:
-    """Read a script, or take it out of the log of a run. Raises ValueError if it imports a module
-    from its folder, which experiment.py does not compare."""
-    source, folder = read_script(path), str(path.resolve().parent)
-    nodes = [*ast.walk(ast.parse(source, str(path)))]
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    for name in sorted({name.split(".")[0] for name in names} - {""}):
-        # A folder without __init__.py, such as wandb/, counts if no installed module has its name.
-        spec = PathFinder.find_spec(name, [folder, *sys.path])
-        places = [spec.origin or "", *(spec.submodule_search_locations or [])] if spec else []
-        if any(place.startswith(os.path.join(folder, name)) for place in places):
-            raise ValueError(f"{path} imports {name}, a module next to it: put it into the script")
-    return source
-
-
 def read_sources(args: Namespace) -> tuple[list[bytes], str]:
     """Return the scripts of both sides, and the change: the knobs, or the first line of an edit."""
-    candidate = baseline = read_source(args.script)
+    candidate = baseline = read_script(args.script)
     if args.base:
-        baseline = read_source(args.base)
+        baseline = read_script(args.base)
     elif not args.set and args.script.suffix == ".py":  # a log has no older version
         name = args.script.resolve().name
         # As in a checkout: filters and line ends may change what git stores.
@@ -95,9 +77,13 @@ def read_sources(args: Namespace) -> tuple[list[bytes], str]:
 
 
 def load_alone(path: Path) -> ModuleType:
-    """Load a script. Raises ValueError if that loads a module that is not installed."""
+    """Load a script. Raises ValueError if that loads a module that is not installed, or finds none:
+    experiment.py copies and compares the script alone."""
     installed = {*sys.modules, *sys.stdlib_module_names}
-    script = load_script(path)
+    try:
+        script = load_script(path)
+    except ImportError as error:
+        raise ValueError(f"{path}: {error}: install it, or put it into the script") from None
     for name in sorted({*sys.modules} - installed - {script.__name__}):
         file = getattr(sys.modules[name], "__file__", None) or ""
         if name.split(".")[0] not in installed and "-packages" not in file and file[-3:] == ".py":
@@ -107,7 +93,7 @@ def load_alone(path: Path) -> ModuleType:
 
 def load_side(name: str, path: Path, own: dict[str, str], args: Namespace) -> Side:
     """Load a script and read its knobs. own: those of this side alone."""
-    source, script = read_source(path), load_alone(path)
+    source, script = read_script(path), load_alone(path)
     preset = script.PRESETS.get(args.environ.get("PRESET"), {})
     # --quick keeps the shape of the preset's schedule.
     quick = {k: v for k, v in QUICK.items() if k != "WARMDOWN_FRAC" or k not in preset}
@@ -146,11 +132,12 @@ def checksum(path: Path, known: dict[str, list[int]]) -> tuple[int, int]:
 
 
 def prepare_side(name: str, source: bytes, own: dict[str, str], args: Namespace) -> Side:
-    """Copy the script, build the demo's data and name the side's folder."""
+    """Copy the script, build the demo's data and name the side's folder. The copy would not find
+    the builder, which is in our folder data."""
     path = args.out / f"{name}.py"
     path.write_bytes(source)
     side = load_side(name, path, own, args)
-    side.script.prepare_demo(side.hp, Namespace(log=str))
+    load_script(SCRIPT).prepare_demo(side.hp, Namespace(log=str))
     paths = [*sorted(Path(side.hp.data_path).glob("*.bin")), Path(side.hp.tokenizer_path)]
     store = args.out / "data.json"
     known = files.read_json(store) if store.exists() else {}
@@ -329,9 +316,9 @@ class Experiment:
 def lock_folder(args: Namespace) -> None:
     """Keep other experiments out of the folder. Choose the number of runs at a time. Raises
     ValueError if the folder has a user's files of our names."""
-    lock, data = args.out / "lock", args.out / "data"
+    lock = args.out / "lock"
     if not (lock.is_file() and lock.stat().st_size == 0):  # it is not a folder of experiments
-        for name in ("lock", "data", "data.json", "ledger.tsv", "baseline.py", "candidate.py"):
+        for name in ("lock", "data.json", "ledger.tsv", "baseline.py", "candidate.py"):
             if os.path.lexists(path := args.out / name):
                 raise ValueError(f"{path} is not a file of experiment.py: set another --out")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -343,11 +330,6 @@ def lock_folder(args: Namespace) -> None:
         raise ValueError(f"an experiment is running in {args.out}: wait, or set --out") from None
     except OSError as error:
         print(f"WARNING: {args.out} cannot be locked ({error}): start no second experiment there")
-    # The script looks for the demo's builder in data. A link may be that of another checkout.
-    if not (data.exists() and data.samefile(SCRIPT.with_name("data"))):
-        with suppress(OSError):  # there is a folder, or the disk has no links
-            data.unlink(missing_ok=True)
-            data.symlink_to(SCRIPT.with_name("data"))
     num_gpus = 0 if os.environ.get("DEVICE") == "cpu" else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
     args.gpus = [] if args.launch else visible.split(",")[:num_gpus]

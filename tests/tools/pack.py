@@ -61,24 +61,21 @@ def main() -> None:
     parser.add_argument("packed", type=files.path, nargs="?", help="the file to write")
     parser.add_argument("--minify", action="store_true", help="remove comments and docstrings")
     args = parser.parse_args()
-    if args.packed is None or args.packed.is_dir():
+    if args.packed is None or (args.packed.exists() and not args.packed.is_file()):
         parser.error(f"name the file to write: pack.py {args.script} packed.py")
     if args.packed.exists() and args.packed.samefile(args.script):
         parser.error(f"{args.packed} would overwrite its own source: name another file")
-    is_pipe = args.packed.exists() and not args.packed.is_file()  # or a terminal, or /dev/null
     try:
-        if args.packed.is_file() and not args.packed.read_bytes().startswith(b"# A packed script."):
+        if args.packed.exists() and not args.packed.read_bytes().startswith(b"# A packed script."):
             parser.error(f"{args.packed} exists, and is no packed script: name another file")
         packed = pack(args.script, args.minify)
-        write = Path.write_bytes if is_pipe else files.write_file
-        write(args.packed if is_pipe else args.packed.resolve(), packed.encode())
+        files.write_file(args.packed.resolve(), packed.encode())
     except OSError as error:
         parser.error(f"{error}: name another file")
     except (RecursionError, SyntaxError, ValueError) as error:
         parser.error(f"{args.script}: {error}")
     size = len(read_script(args.script))
-    sizes = f"{args.script}: {size} bytes, {args.packed}: {len(packed)} bytes"
-    print(sizes, file=sys.stderr if is_pipe else sys.stdout)
+    print(f"{args.script}: {size} bytes, {args.packed}: {len(packed)} bytes")
 
 
 if __name__ == "__main__":

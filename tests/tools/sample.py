@@ -40,13 +40,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--tokens", type=number(int, 0), default=100, metavar="N", help="default: 100")
     add("--temperature", type=number(float, 0), default=0.8, help="0: the most likely token")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0, help="another seed, another text")
-    add("--tokenizer", type=files.path, help="default: TOKENIZER_PATH of the run")
     error, order = parser.error, "first the model, then the prompt in quotes: sample.py MODEL 'The'"
     parser.error = lambda text: error(text if "--" in text else f"{text}; {order}")
     args = parser.parse_args(arguments)
     script = load_script(args.script)
     try:
-        gpt, runtime = open_model(script, args.model, {"DTYPE": "fp32"}, args.tokenizer)
+        gpt, runtime = open_model(script, args.model, {"DTYPE": "fp32"})
     except script.InputError as error:
         sys.exit(str(error))
     hp = gpt.eval().hp
@@ -55,23 +54,20 @@ def main(arguments: list[str] | None = None) -> None:
     for warning in runtime.log.waiting:
         print(warning, file=sys.stderr)
     try:
-        path = args.tokenizer or Path(hp.tokenizer_path)
-        tokenizer = SentencePieceProcessor(model_proto=path.read_bytes())
+        tokenizer = SentencePieceProcessor(model_proto=Path(hp.tokenizer_path).read_bytes())
     except (OSError, RuntimeError) as error:
-        sys.exit(f"tokenizer: {error}: start in the folder of the run, or set --tokenizer")
-    if tokenizer.vocab_size() != hp.vocab_size:
-        sys.exit(f"the tokenizer does not have VOCAB_SIZE={hp.vocab_size} pieces: set --tokenizer")
+        sys.exit(f"tokenizer: {error}: start in the folder of the run, or set TOKENIZER_PATH")
+    if (size := tokenizer.vocab_size()) != hp.vocab_size:
+        sys.exit(f"the tokenizer has {size} pieces, the model {hp.vocab_size}: set TOKENIZER_PATH")
     if tokenizer.bos_id() < 0:
-        sys.exit("the tokenizer has no BOS, with which a document begins: set --tokenizer")
+        sys.exit("the tokenizer has no BOS, with which a document begins: set TOKENIZER_PATH")
     prompt = args.prompt.encode(errors="surrogateescape").decode(errors="replace")  # of any bytes
     ids = [tokenizer.bos_id(), *encode(tokenizer, prompt)]  # a document begins with BOS
     prompt_size = len(ids)
     generate(gpt, ids, hp.train_seq_len, args)
     # A terminal obeys control characters. Line ends and tabs do no harm.
-    text = re.sub(
-        r"[^\n\t -~\xa0-\U0010ffff]", lambda c: f"\\x{ord(c[0]):02x}", decode(tokenizer, ids)
-    )
-    print(text, flush=True)
+    text, control = decode(tokenizer, ids), r"[^\n\t -~\xa0-\U0010ffff]"
+    print(re.sub(control, lambda c: f"\\x{ord(c[0]):02x}", text), flush=True)
     if ids[0] in ids[prompt_size:]:
         print(f"(the document ended after {len(ids) - prompt_size - 1} tokens)", file=sys.stderr)
 

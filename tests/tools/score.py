@@ -1,13 +1,12 @@
 """Score a trained model: an artifact, a final_model.pt or a checkpoint.
 
-    python tests/tools/score.py final_model.int8.ptz --losses losses.npy
+    python tests/tools/score.py final_model.int8.ptz
     EVAL_STRIDE=64 torchrun --standalone --nproc_per_node=8 tests/tools/score.py final_model.pt
 
 Knobs come from the environment, else from the run that wrote the file: from the checkpoint, or from
 final_result.json in the same folder, which every node needs. With RUN_ID, the printed lines also go
 to logs/RUN_ID.score.txt, never into the log of a run."""
 
-import io
 import math
 import os
 import sys
@@ -19,10 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for python -P
 
-import begin  # noqa: F401  (first: it says what to install)
-import numpy as np
-import torch.distributed as dist
-from trained import compare_with_manifest, files, load_script, model_parser, open_model
+from trained import compare_with_manifest, load_script, model_parser, open_model
 
 
 def open_split(script: ModuleType, gpt: Any, runtime: Any) -> Any:
@@ -49,7 +45,7 @@ def open_log(runtime: Any, hp: Any) -> None:
             runtime.log(line)
 
 
-def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> int:
+def score(script: ModuleType, path: Path) -> int:
     """Score the model of this file as the script does after training. Returns the exit code."""
     gpt, runtime = open_model(script, path, {})
     warnings = [line for line in runtime.log.waiting if line.startswith("WARNING")]
@@ -61,29 +57,17 @@ def score(script: ModuleType, path: Path, losses_path: Path | None = None) -> in
     losses = script.final_losses(script.wrap(gpt, runtime.compiled), validation, runtime)
     loss = script.mean_loss(losses, runtime)
     eval_ms = 1000 * (time.perf_counter() - started)
-    is_saved = True
-    if losses_path:
-        if dist.is_initialized():
-            dist.all_reduce(losses)
-        file = io.BytesIO()
-        np.save(file, losses.cpu().numpy())
-        is_saved = runtime.rank > 0 or script.write_file(losses_path, file.getvalue(), runtime.log)
     for line in warnings:  # again, since a reader may see only the end
         runtime.log(line)
     name = "final_int8_zlib_roundtrip" if is_artifact else "score"
     script.log_score(name, loss, eval_ms, validation, runtime)
-    return int(not is_saved or not math.isfinite(loss))
+    return int(not math.isfinite(loss))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = model_parser(__doc__)
-    losses_help = "write each target's loss"
-    parser.add_argument("--losses", type=files.path, metavar="FILE.npy", help=losses_help)
-    args = parser.parse_args(arguments)
-    if args.losses and args.losses.suffix != ".npy":  # no file that this program reads ends so
-        parser.error(f"argument --losses: {args.losses} must end in .npy")
+    args = model_parser(__doc__).parse_args(arguments)
     script = load_script(args.script)
-    script.leave(lambda: score(script, args.model, args.losses))
+    script.leave(lambda: score(script, args.model))
 
 
 if __name__ == "__main__":

@@ -120,13 +120,14 @@ def decode(tokenizer: SentencePieceProcessor, ids: list[int]) -> str:
     return caseops.decode(text) if caseops.is_caseops(tokenizer) else text
 
 
-def compare_inputs(wanted: Mapping[str, int], hp: Any, tokenizer: Path) -> Iterator[str]:
+def compare_inputs(wanted: Mapping[str, int], hp: Any) -> Iterator[str]:
     """Yield a warning for each input that is not that of the run. wanted: the run's checksums."""
     if not wanted:  # an older run's result: do not read the whole split for nothing
         return
     shards = filter(os.path.isfile, sorted(glob.glob(hp.files("val"))))
     tokens = b"".join(Path(shard).read_bytes()[files.HEADER_BYTES :] for shard in shards)
-    model = tokenizer.read_bytes() if tokenizer.is_file() else b""
+    path = Path(hp.tokenizer_path)
+    model = path.read_bytes() if path.is_file() else b""
     found = ("tokenizer", "TOKENIZER_PATH", model), ("val_tokens", "DATA_PATH", tokens)
     for name, knob, data in found:
         if data and wanted.get(name) not in (None, zlib.crc32(data)):
@@ -134,12 +135,9 @@ def compare_inputs(wanted: Mapping[str, int], hp: Any, tokenizer: Path) -> Itera
             yield f"WARNING: {knob}: another {noun} than in the run: set it to that of the run"
 
 
-def open_model(
-    script: ModuleType, path: Path, own: Mapping[str, str], tokenizer: Path | None = None
-) -> tuple[Any, Any]:
+def open_model(script: ModuleType, path: Path, own: Mapping[str, str]) -> tuple[Any, Any]:
     """Load a model of this script, with knobs from the environment, else from its run. Returns it
-    and a runtime whose log has the warnings. own: knobs that override those of the run.
-    tokenizer: in place of TOKENIZER_PATH."""
+    and a runtime whose log has the warnings. own: knobs that override those of the run."""
     script.deserialize(path.read_bytes(), str(path))  # first: other files need no other advice
     facts = saved_facts(path)
     saved = facts.get("knobs", {})
@@ -169,7 +167,7 @@ def open_model(
         problem = " ".join(["lacks", *lacks]) if lacks else "is not that of the run"
         advice = f"use --script {right}, or the score may differ"
         runtime.log(f"WARNING: {advice}: this script {problem}")
-    for warning in compare_inputs(inputs, hp, tokenizer or Path(hp.tokenizer_path)):
+    for warning in compare_inputs(inputs, hp):
         runtime.log(warning)
     return gpt, runtime
 

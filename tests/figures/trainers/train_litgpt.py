@@ -19,8 +19,7 @@ config = Config(block_size=64, padded_vocab_size=64, n_layer=1, n_head=2, n_embd
 model = fabric.setup(GPT(config))
 optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
 scheduler = full.get_lr_scheduler(optimizer, warmup_steps=2, max_steps=4)
-state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-state |= {"iter_num": 0, "step_count": 0}
+state = dict(model=model, optimizer=optimizer, scheduler=scheduler, iter_num=0, step_count=0)
 counts = {"raw": 0, "raw_plus_prompt_template": 0}
 samples = [{"input_ids": s, "labels": s, "token_counts": counts} for s in tiny.sequences()]
 loader = fabric.setup_dataloaders(DataLoader(samples, tiny.BATCH, collate_fn=get_sft_collate_fn()))
