@@ -116,4 +116,6 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing(tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     assert not list(tmp_path.glob("check_accumulation_*"))
-    assert ranks and not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    states = [Path(f"/proc/{rank}/stat") for rank in ranks]
+    states = [state.read_text().split()[2] for state in states if state.exists()]
+    assert ranks and set(states) <= {"Z"}  # nobody may have collected them yet

@@ -725,6 +725,8 @@ OPTIMIZER_GROUPS |= {"smear_gate": "scalar"}
 def parameter_groups(model: nn.Module, hp: Hyperparameters) -> dict[str, list[nn.Parameter]]:
     """Put each parameter of a GPT into one group: "matrix" for Muon, the others for Adam."""
     groups: dict[str, list[nn.Parameter]] = {"embed": [], "head": [], "matrix": [], "scalar": []}
+    if unknown := {*OPTIMIZER_GROUPS.values()} - {*groups}:
+        raise InputError(f"OPTIMIZER_GROUPS has {', '.join(unknown)}: use {', '.join(groups)}")
     for name, param in model.named_parameters():
         own = [group for prefix, group in OPTIMIZER_GROUPS.items() if name.startswith(prefix)]
         control = is_control_tensor(name, hp.control_tensor_name_patterns)
@@ -1088,10 +1090,10 @@ def train(state: TrainingState, validation: "Validation") -> int:
 
 
 def warm_up(state: TrainingState) -> None:
-    """Take WARMUP_STEPS steps to compile, off the clock. They train nothing: all is restored."""
+    """Take WARMUP_STEPS steps to compile, off the clock. They train nothing."""
     wanted = state.hp.warmup_steps
     start = state.state_dict()
-    # One step at least: DDP then adds in another order, and a resumed run must round like that.
+    # One step at least: DDP then adds in another order, and a resumed run must round alike.
     num_steps = max(wanted, 1)
     # Visit each stage (loops, lengths of the context), so that the training compiles nothing.
     changes = [end for _, end in state.hp.context_stages()]
@@ -2331,7 +2333,6 @@ def write_result(state: TrainingState, scores: dict[str, float]) -> list[str]:
         "torch": torch.__version__, "device": str(runtime.device), "world_size": runtime.world_size,
         "run_seconds": time.perf_counter() - runtime.started, "knobs": asdict(hp),
     }  # fmt: skip
-    # NaN is not JSON: null.
     data = json.dumps(json.loads(json.dumps(facts), parse_constant=lambda name: None), indent=1)
     is_written = write_file(Path(hp.output_dir, RESULT), data.encode(), runtime.log)
     names = [*state.outputs, RESULT] if is_written else [*state.outputs]
@@ -2516,7 +2517,6 @@ def log_end(state: TrainingState, report: str) -> None:
 
 
 def log_score(name: str, loss: float, ms: float, validation: Validation, runtime: Runtime) -> None:
-    """Log the last lines of a run or of score.py: warnings, and the score under this name."""
     log_warnings(validation, runtime)
     stride = f" stride:{validation.hp.eval_stride}" if validation.hp.eval_stride > 0 else ""
     runtime.log(f"{name} {validation.format(loss)} eval_time:{ms:.0f}ms{stride}{validation.part}")
