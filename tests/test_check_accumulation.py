@@ -21,7 +21,7 @@ def test_each_mistake_is_found_in_the_loop_of_the_page(name, tmp_path):
     ranks, _, keys, words = loops.MISTAKES[name]
     (tmp_path / "loop.py").write_text(loops.wrong_loop(name))
     (tmp_path / "out").mkdir()
-    environ = {"ACCUMULATION_FOLDER": str(tmp_path / "out"), "ACCUMULATION_STEPS": "3"}
+    environ = {"CHECKED_FOLDER": str(tmp_path / "out"), "CHECKED_STEPS": "3"}
     results = run_ranks(tmp_path, environ, ranks, [TOOL, "loop.py"])
     assert [result.returncode for result in results] == [0] * ranks, results[0].stderr
     args = SimpleNamespace(verbose=False, minutes=10)
@@ -74,7 +74,7 @@ def test_train_gpt_is_right_and_takes_the_same_step_on_two_ranks(tmp_path, knobs
     [
         ("print('so far')\nraise ValueError('no data')", (), 2, "| ValueError: no data"),
         ("print('done')", (), 3, "0 backward passes"),
-        ("while True: pass", ("--minutes", "0.1"), 3, "0.1 minutes"),
+        ("while True: pass", ("--minutes", "0.1"), 3, "0 backward passes"),
     ],
 )
 def test_a_script_without_a_step_is_not_called_right(source, words, code, output, tmp_path):
@@ -88,8 +88,8 @@ def test_a_script_without_a_step_is_not_called_right(source, words, code, output
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ((), "no script: name a training script"),
-        (("absent.py",), "absent.py: name a training script"),
+        ((), "no script"),
+        (("absent.py",), "absent.py: no such file"),
         (("--ranks", "0", "absent.py"), "--ranks 0: give numbers"),
         (("--steps", "0", "absent.py"), "must be above 0"),
     ],

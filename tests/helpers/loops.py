@@ -85,7 +85,7 @@ MISTAKES = {
         1,
         {LOSS: f"len(window) / 4 * {LOSS}"},
         "factor short",
-        "3, still divided by the usual 4",
+        "3 micro-steps are still divided by the usual 4",
     ),
     "the same targets": (2, {"[rank::ranks]": "[::ranks]"}, "data short", "its own part"),
     "another loss": (1, {LOSS: f"({LOSS} + 0.1 * logits.square().mean())"}, "rest right short", ""),

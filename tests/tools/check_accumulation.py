@@ -43,8 +43,10 @@ from torch.optim import optimizer as hooks
 
 SAMPLES = 1024  # values of each tensor that are compared, about
 MOST_OPEN = 512  # backward passes that are remembered, at most
+RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+PID = os.getpid()
 MIX = np.uint64(0x9E3779B97F4A7C15)  # odd: spreads targets over 64 bits
-FOLDER, STEPS, RANK = map(os.environ.get, ("ACCUMULATION_FOLDER", "ACCUMULATION_STEPS", "RANK"))
+FOLDER, STEPS, RANK = map(os.environ.get, ("CHECKED_FOLDER", "CHECKED_STEPS", "RANK"))
 
 
 # ==== First half: inside the script's processes ===================================================
@@ -79,16 +81,21 @@ def remember(output: Tensor, targets: Tensor, counts: Tensor, divisor: Any, **ki
     # Checkpointing repeats the forward pass inside the backward pass: that is no new call.
     if not is_live or torch._C._current_graph_task_id() != -1:
         return output
+    before = [function for function, _ in output.grad_fn.next_functions]
+    if watch.calls and watch.calls[-1].output.grad_fn in before:  # torch.set_default_device
+        return output
     call = {"output": output, "targets": targets, "counts": counts, "divisor": divisor}
     call = SimpleNamespace(**call, **kind, step=watch.step)
-    watch.calls = [*watch.calls[-MOST_OPEN:], call]
+    watch.calls = [*watch.calls[-16 * MOST_OPEN :], call]
     return output.clone()  # the script may change what it gets
 
 
 def loss_function(name: str, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Call F.cross_entropy or F.nll_loss, and remember the call."""
     output = REAL[name](input, target, *args, **kwargs)
-    class_weights = args[0] if args else kwargs.get("weight")
+    names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
+    kwargs = dict(zip(names, args, strict=False)) | kwargs
+    class_weights = kwargs.get("weight")
     if target.is_floating_point():  # probabilities of classes, the second dimension
         target = target.movedim(min(1, target.dim() - 1), -1).argmax(-1)
     targets = target.reshape(-1)
@@ -125,7 +132,7 @@ def gradients(roots: list[Tensor], seeds: list[Tensor], total: float) -> dict[in
     grads = torch.autograd.grad(roots, list(params), seeds, retain_graph=True, allow_unused=True)
     # fully_shard computes with a whole copy of each parameter; the optimizer holds its own shard.
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
-    shards = [part for part in gc.get_objects() if isinstance(part, fsdp.FSDPParam)] if fsdp else []
+    shards = [part for part in gc.get_objects() if type(part) is fsdp.FSDPParam] if fsdp else []
     owners = {id(getattr(part, "_unsharded_param", None)): part.sharded_param for part in shards}
     pairs = zip(params, grads, strict=True)
     return {id(owners.get(id(p), p)): sketch(g) / total for p, g in pairs if g is not None}
@@ -143,7 +150,7 @@ def look_ahead(roots: list[Tensor], seeds: list[Tensor], retain: bool) -> dict[s
     losses = [(call, d) for call, d in used if call.is_loss]
     used = losses or used  # a gather next to a loss is something else
     weights = [d.detach().double().reshape(-1) / c.divisor * c.counts for c, d in used]
-    flat = torch.cat([torch.zeros(1), *(weight.cpu() for weight in weights)])
+    flat = torch.cat([torch.zeros(1, device="cpu"), *(weight.cpu() for weight in weights)])
     total = float(flat.sum())
     if bool((flat > 0).any() and (flat < 0).any()):
         watch.notes["both_ways"] = None
@@ -153,6 +160,7 @@ def look_ahead(roots: list[Tensor], seeds: list[Tensor], retain: bool) -> dict[s
         "synced": watch.synced,
         "count": 0,  # of targets; 0: none, or no loss function that is known
         "fingerprint": 0,  # of the targets in any order: those of micro-batches add up
+        "key": 0,  # of the targets in their order
         "span": [1.0, 1.0],  # lowest and highest weight of a target, over their mean
         "sketch": {} if is_empty else gradients(roots, seeds, 1.0),
         "other": {},  # sketch's part that is not of a known loss function
@@ -165,6 +173,7 @@ def look_ahead(roots: list[Tensor], seeds: list[Tensor], retain: bool) -> dict[s
     for (call, _), weight in zip(used, weights, strict=True):
         mixed = (call.targets[weight != 0].cpu().numpy().astype(np.uint64) + 1) * MIX
         batch["fingerprint"] += int(((mixed ^ (mixed >> 29)) * MIX).sum(dtype=np.uint64))
+        batch["key"] += int((mixed * np.arange(1, 2 * len(mixed), 2, dtype=np.uint64)).sum())
     batch["sketch"] = gradients(roots, seeds, total)
     whole = sum(float((r.detach() * seed).sum()) for r, seed in zip(roots, seeds, strict=True))
     known = sum(float((d * call.output.detach()).sum()) for call, d in used)
@@ -250,10 +259,11 @@ def end_step() -> None:
         own = [b for b in window if ids & b["sketch"].keys() or not b["sketch"]]
         finite = [b for b in own if all(np.isfinite(v).all() for v in b["sketch"].values())]
         grads = [grad for grad in part.values() if grad is not None]
-        if grads and np.isfinite(np.concatenate(grads)).all() and any(b["sketch"] for b in finite):
+        is_finite = all(np.isfinite(grad).all() for grad in grads)
+        if is_finite and any(batch["sketch"] for batch in finite):
             write_part(f"step{watch.step}.part{written}.rank{RANK or 0}", part, finite)
             written += 1
-    if watch.parts and not written and not (grads and own):
+    if watch.batches and watch.parts and not written and not any(b["sketch"] for b in own):
         watch.notes["no_gradient"] = None
     if watch.ends:
         watch.calls = [call for call in watch.calls if call.step == watch.step]
@@ -341,6 +351,8 @@ def install() -> None:
 
 def finish(code: int | None = None) -> None:
     """Leave together with the other ranks: one that ends early breaks their exchanges."""
+    if os.getpid() != PID:  # a worker of a DataLoader
+        REAL["exit"](code or 0)
     end_step()
     end = pickle.dumps({"notes": [*watch.notes], "batches": len(watch.batches)})
     Path(FOLDER, f"end{RANK or 0}").write_bytes(end)
@@ -394,11 +406,11 @@ uncertain unknown: the weights are uncertain by {0:.2f}: micro-batches have near
     gradient, or most of it has another source: try other steps
 loss unknown: no loss function that this program knows: compute the loss with F.cross_entropy
 both_ways unknown: targets pull both ways, as in preference and reward losses
-no_gradient unknown: an optimizer's tensors get no gradient from these losses: does it hold copies
-    of the weights, or shards? Try it unsharded
+no_gradient unknown: an optimizer holds other tensors than these losses depend on: copies of the
+    weights, or shards? Try it unsharded
 tensors unknown: the optimizers of two ranks hold different tensors: try them unsharded
 not_followed unknown: a backward pass could not be followed (--verbose shows why)
-no_step unknown: {0} backward passes, and no step of a torch.optim.Optimizer in {1:g} minutes
+no_step unknown: {0} backward passes, and no step of a torch.optim.Optimizer
 failed unknown: the script failed with exit code {0}
 """
 TEXTS = dict(line.split(" ", 1) for line in FINDINGS.replace("\n    ", " ").strip().split("\n"))
@@ -463,11 +475,11 @@ def read_step(name: str, facts: list[dict], before: list[Any]) -> SimpleNamespac
     )
 
 
-def judge(step: SimpleNamespace, usual: int, span: list[float]) -> dict[str, str]:
-    """Sentences by their key in FINDINGS. Of all steps, usual: most micro-steps, span: of table."""
+def judge(step: SimpleNamespace, usual: set[int], span: list[float]) -> dict[str, str]:
+    """Sentences by key of FINDINGS. Of all steps, usual: numbers of micro-steps; span: weights."""
     found, ranks, micro_steps = {}, len(step.table), range(1, step.micro.max() + 1)
     weights = {tuple(fact["weights"]) for fact in step.facts}
-    prints = [{batch["fingerprint"] for batch in fact["batches"]} - {0} for fact in step.facts]
+    prints = [{batch["key"] for batch in fact["batches"]} - {0} for fact in step.facts]
     zero, others = np.abs(step.table) < 0.02, step.owner != np.arange(ranks)[:, None]
     if lost := [m for m in micro_steps if zero[:, step.micro == m].all()]:
         found["lost"] = TEXTS["lost"].format(str(lost)[1:-1])
@@ -500,10 +512,10 @@ def judge(step: SimpleNamespace, usual: int, span: list[float]) -> dict[str, str
     return found
 
 
-def judge_weights(step: SimpleNamespace, usual: int, span: list[float], found: dict) -> None:
+def judge_weights(step: SimpleNamespace, usual: set[int], span: list[float], found: dict) -> None:
     """Does each target weigh the same? If not, which mistake gives these weights?"""
     R, M, targets = len(step.table), step.micro.max(), int(step.counts.sum())
-    tolerance = min(max(0.002, 4 * step.error, 2 * step.rest), 0.03)
+    tolerance = max(0.002, 4 * step.error, min(2 * step.rest, 0.03))
     if step.high > 1.01:
         found["inside"] = TEXTS["inside"].format(step.low, step.high)
     of_rank = np.bincount(step.owner, weights=step.counts)[step.owner] * R / targets
@@ -520,7 +532,10 @@ def judge_weights(step: SimpleNamespace, usual: int, span: list[float], found: d
     if abs(factor - 1) <= max(tolerance, 0.005):
         return
     factors = [
-        (M / usual, f"this step has fewer micro-steps, {M}, still divided by the usual {usual}"),
+        *(
+            (M / u, f"this step's {M} micro-steps are still divided by the usual {u}")
+            for u in usual
+        ),
         (M, f"not divided by the {M} micro-steps: multiply each loss by 1 / {M}"),
         (R, f"added over the {R} ranks, not averaged"),
         (M * R, f"neither divided by the {M} micro-steps nor averaged over the {R} ranks"),
@@ -538,9 +553,9 @@ def judge_weights(step: SimpleNamespace, usual: int, span: list[float], found: d
 
 def run_ranks(ranks: int, args: argparse.Namespace, folder: Path) -> int | None:
     """Run the script. Returns its exit code; None: its time was up."""
-    environ = {**os.environ, "TMPDIR": str(folder)}  # so that all temporary files go with it
-    environ |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONUNBUFFERED": "1"}
-    environ |= {"ACCUMULATION_FOLDER": str(folder), "ACCUMULATION_STEPS": str(args.steps)}
+    environ = {name: value for name, value in os.environ.items() if name not in RANK_NAMES}
+    environ |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}
+    environ |= {"CHECKED_FOLDER": str(folder), "CHECKED_STEPS": str(args.steps)}
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [sys.executable, *launch * (ranks > 1), str(Path(__file__).resolve()), *args.words]
     with open(folder / "output", "wb") as out:
@@ -577,17 +592,16 @@ def check(ranks: int, code: int | None, args: Any, folder: Path) -> tuple[list, 
     print(f"{ranks} rank{'s' * (ranks > 1)}")
     for step in steps:
         show(step)
-        found = judge(step, max(micro_steps), span) | found
+        found = judge(step, {*micro_steps}, span) | found
     if len(set(micro_steps)) > 1:
         found["short"] = TEXTS["short"].format(min(micro_steps), max(micro_steps))
     for key in [key for rank in told for key in rank["notes"]] + ["tensors"] * (None in fitted):
         found[key] = TEXTS[key]
     if code:
         found["failed"] = TEXTS["failed"].format(code)
-    elif not steps and not found:
-        found["no_step"] = TEXTS["no_step"].format(
-            max((rank["batches"] for rank in told), default=0), args.minutes
-        )
+    elif not steps and not any(text.startswith("unknown") for text in found.values()):
+        batches = max((rank["batches"] for rank in told), default=0)
+        found["no_step"] = TEXTS["no_step"].format(batches)
     if code or args.verbose:
         output = (folder / "output").read_text(errors="replace").partition("] failed (exitcode")[0]
         lines = output.splitlines()[0 if args.verbose else -15 :]
@@ -666,7 +680,11 @@ def read_arguments() -> argparse.Namespace:
     if args.steps < 1 or args.minutes <= 0:
         parser.error("--steps and --minutes must be above 0")
     if not args.module and not (args.words and Path(args.words[0]).is_file()):
-        parser.error(f"{args.words[0] if args.words else 'no script'}: name a training script")
+        parser.error(
+            f"{args.words[0] if args.words else 'no script'}: no such file: name a training script"
+        )
+    if args.picture and not args.picture.absolute().parent.is_dir():
+        parser.error(f"--picture {args.picture}: its folder does not exist")
     if args.picture and not importlib.util.find_spec("matplotlib"):
         parser.error("--picture needs matplotlib: pip install matplotlib")
     return args
