@@ -84,8 +84,8 @@ def remember(output: Tensor, targets: Tensor, counts: Tensor, divisor: Any, **ki
     before = [function for function, _ in output.grad_fn.next_functions]
     if watch.calls and watch.calls[-1].output.grad_fn in before:  # torch.set_default_device
         return output
-    call = {"output": output, "targets": targets, "counts": counts, "divisor": divisor}
-    call = SimpleNamespace(**call, **kind, step=watch.step)
+    call = SimpleNamespace(output=output, targets=targets, counts=counts, divisor=divisor, **kind)
+    call.step = watch.step
     watch.calls = [*watch.calls[-16 * MOST_OPEN :], call]
     return output.clone()  # the script may change what it gets
 
@@ -245,7 +245,7 @@ def call_closure(optimizer: Optimizer, closure: Callable, earlier: list) -> Any:
         value = closure()
     watch.is_busy = False
     if not earlier:
-        earlier.append(record(optimizer))  # only the first call counts
+        earlier.append(record(optimizer))
     return value
 
 
@@ -273,7 +273,8 @@ def end_step() -> None:
 
 
 def write_part(name: str, part: dict[Tensor, np.ndarray | None], window: list[dict]) -> None:
-    empty = {id(param): np.zeros_like(sketch(param)) for param in part}
+    own = {id(param): sketch(param) for param in part}
+    empty = {param: np.zeros_like(values) for param, values in own.items()}
     rows = [{id(param): grad for param, grad in part.items() if grad is not None}]
     rows += [batch[kind] for kind in ("sketch", "other") for batch in window]
     facts = {
@@ -281,7 +282,7 @@ def write_part(name: str, part: dict[Tensor, np.ndarray | None], window: list[di
         "sizes": [len(zero) for zero in empty.values()],
         "batches": [batch | {"sketch": None, "other": None} for batch in window],
         "clipped": [min(watch.coefficients, default=1), max(watch.coefficients, default=1)],
-        "weights": [float(sketch(param).sum()) for param in part],  # differ if the ranks' do
+        "weights": [float(values.sum()) for values in own.values()],  # differ if the ranks' do
     }
     Path(FOLDER, f"{name}.new").write_bytes(pickle.dumps(facts))
     Path(FOLDER, f"{name}.new").rename(Path(FOLDER, name))
