@@ -65,7 +65,7 @@ def test_train_gpt_is_right_and_takes_the_same_step_on_two_ranks(tmp_path, knobs
     assert "2 ranks and 1 read the same targets" in lines[-2]
     assert float(lines[-2].split(" by ")[1].split()[0]) < 1e-5
     assert result.stdout.count("clipped to 0.") == 2
-    assert "exchanged in micro-steps 4" in result.stdout
+    assert "exchanged in micro-step 4\n" in result.stdout
     assert picture.read_text().count("rank 1") > 0
 
 

@@ -138,6 +138,20 @@ def gradients(roots: list[Tensor], seeds: list[Tensor], total: float) -> dict[in
     return {id(owners.get(id(p), p)): sketch(g) / total for p, g in pairs if g is not None}
 
 
+def target_weights(call: SimpleNamespace, derivative: Tensor) -> Tensor:
+    return derivative.detach().double().reshape(-1) / call.divisor * call.counts
+
+
+def main_loss(losses: list[tuple]) -> list[tuple]:
+    """Several heads with other weights: the heaviest one, to which the others are further terms."""
+    weights = [w[w != 0] for w in (target_weights(*loss) for loss in losses)]
+    totals, numbers = [float(w.sum()) for w in weights], sorted(len(w) for w in weights)
+    if not losses or numbers[-1] > 1.25 * numbers[0] or max(totals) < 1.02 * min(totals):
+        return losses  # means of chunks have equal totals, or other numbers of targets
+    is_even = min(totals) > 0 and all(float(w.max() / w.min()) < 1.001 for w in weights)
+    return [losses[totals.index(max(totals))]] if is_even else losses
+
+
 def look_ahead(roots: list[Tensor], seeds: list[Tensor], retain: bool) -> dict[str, Any]:
     """Take the gradient of one micro-batch before its backward pass, as a mean over its targets."""
     outputs, keep = [call.output for call in watch.calls], {"retain_graph": True}
@@ -148,8 +162,8 @@ def look_ahead(roots: list[Tensor], seeds: list[Tensor], retain: bool) -> dict[s
         consumed = [id(call.output) for call, _ in used]
         watch.calls = [call for call in watch.calls if id(call.output) not in consumed]
     losses = [(call, d) for call, d in used if call.is_loss]
-    used = losses or used  # a gather next to a loss is something else
-    weights = [d.detach().double().reshape(-1) / c.divisor * c.counts for c, d in used]
+    used = main_loss(losses) or used  # a gather next to a loss is something else
+    weights = [target_weights(*loss) for loss in used]
     flat = torch.cat([torch.zeros(1, device="cpu"), *(weight.cpu() for weight in weights)])
     total = float(flat.sum())
     if bool((flat > 0).any() and (flat < 0).any()):
@@ -379,7 +393,8 @@ def run_script(words: list[str]) -> None:
 
 # ==== Second half: start the ranks, fit, judge ====================================================
 FINDINGS = """
-data wrong: two ranks have the same targets: give each rank its own part of the data
+data wrong: two ranks have the same targets: give each rank its own part of the data (or is this
+    script for one process?)
 before wrong: the step before still counts, {0:.2f} times: it was not zeroed: call zero_grad()
 apart wrong: no gradient reaches another rank, and the weights drift apart: wrap the model in DDP
 stay wrong: the gradients of micro-steps {0} stay on their rank: set DDP's flag before the forward
@@ -393,8 +408,8 @@ means wrong: the mean of means: a target weighs {0:.2f} to {1:.2f} times its sha
 alone wrong: each rank's targets are averaged alone: a target weighs {0:.2f} to {1:.2f} times its
     share: divide by the number of targets of all ranks, and multiply by the number of ranks
 unequal wrong: a target weighs {0:.2f} to {1:.2f} times its share: divide by the step's targets
-factor wrong: all weigh {0:.3g} times their share: {1}
-common note: all weigh {0:.3g} times their share, a common factor: harmless for Adam and Muon, not
+factor wrong: {2} weigh {0:.3g} times their share: {1}
+common note: {2} weigh {0:.3g} times their share: a common factor is harmless for Adam and Muon, not
     for clipping, SGD and weight decay
 equal note: micro-batches have the same gradient: only the sum of their weights is known
 rest note: {0:.2g} % of the gradient is no sum of these losses' gradients: another loss term? noise?
@@ -443,7 +458,7 @@ def read_step(name: str, facts: list[dict], before: list[Any]) -> SimpleNamespac
     is_known = bool(counts.any())
     counts = counts if is_known else columns.any(axis=1).astype(int)
     judged = counts > 0
-    shares = np.where(judged, counts, 1) / counts.sum()
+    shares = np.where(judged, counts, 1) / (counts.sum() if is_known else 1)
     table, largest = [], np.zeros(4)  # of error, before, rest, is_unclear
     for gradient, old in zip(grads, before, strict=True):
         length = max(np.linalg.norm(gradient), 1e-300)
@@ -533,10 +548,7 @@ def judge_weights(step: SimpleNamespace, usual: set[int], span: list[float], fou
     if abs(factor - 1) <= max(tolerance, 0.005):
         return
     factors = [
-        *(
-            (M / u, f"this step's {M} micro-steps are still divided by the usual {u}")
-            for u in usual
-        ),
+        *((M / u, f"{M} micro-steps are still divided by the usual {u}") for u in usual),
         (M, f"not divided by the {M} micro-steps: multiply each loss by 1 / {M}"),
         (R, f"added over the {R} ranks, not averaged"),
         (M * R, f"neither divided by the {M} micro-steps nor averaged over the {R} ranks"),
@@ -545,11 +557,10 @@ def judge_weights(step: SimpleNamespace, usual: set[int], span: list[float], fou
         (1 / M / R, f"divided twice by the {M} micro-steps and the {R} ranks: divide once"),
         *((targets / n, "a sum over targets in place of a mean") for n in {1, R, M, M * R}),
     ]
-    names = [
-        text for value, text in factors if abs(factor / value - 1) < 0.01 and "the 1 " not in text
-    ]
+    names = [text for n, text in factors if abs(factor / n - 1) < 0.01 and "the 1 " not in text]
+    who = "on average, targets" if found else "all"
     key = "factor" if names else "common"
-    found[key] = TEXTS[key].format(factor, "; or ".join(names[:2]))
+    found[key] = TEXTS[key].format(factor, "; or ".join(names[:2]), who)
 
 
 def run_ranks(ranks: int, args: argparse.Namespace, folder: Path) -> int | None:
@@ -609,15 +620,15 @@ def check(ranks: int, code: int | None, args: Any, folder: Path) -> tuple[list, 
         print("\n".join(f"  | {line}" for line in lines))
     if not any(text.startswith(("wrong", "unknown")) for text in found.values()):
         counts = np.concatenate([step.counts for step in steps])
-        text = f"right: in {len(steps)} steps with {len(counts)} micro-batches, each target weighed"
-        same = f". All had {counts[0]:,} targets: unequal numbers were not seen."
-        found["right"] = f"{text} the same" + (same if counts.min() == counts.max() else ".")
+        text = f"right: in {len(counts)} micro-batches of {len(steps)} step{'s' * (len(steps) > 1)}"
+        same = f" All had {counts[0]:,} targets: unequal numbers were not seen."
+        found["right"] = f"{text}, each target weighed the same." + same * (len({*counts}) == 1)
     print("\n".join(f"=> {text}" for text in found.values()))
     return steps, found
 
 
 def show(step: SimpleNamespace) -> None:
-    rows = {"targets": [f"{count:,}" for count in step.counts]}
+    rows = {"targets": [f"{count:,}" if step.is_known else "?" for count in step.counts]}
     table = np.round(step.table, 2) + 0.0  # no -0
     rows |= {f"rank {r} counts": [f"{w:.2f}" for w in row] for r, row in enumerate(table)}
     print(f"  {step.name}")
@@ -630,8 +641,8 @@ def show(step: SimpleNamespace) -> None:
         line += f"; clipped to {low:.3g}" + (f" to {high:.3g}" if high > 1.01 * low else "")
     synced = [batch["synced"] for batch in step.facts[0]["batches"]]
     if len(step.table) > 1 and None not in synced:
-        exchanged = [number for number, flag in enumerate(synced, start=1) if flag]
-        line += f"; exchanged in micro-steps {str(exchanged)[1:-1] or '-'}"
+        exchanged = ", ".join(str(m) for m, flag in enumerate(synced, start=1) if flag)
+        line += f"; exchanged in micro-step{'s' * (',' in exchanged)} {exchanged or '-'}"
     print(line)
 
 
@@ -708,6 +719,7 @@ def main() -> int:
     verdict = next(kind for kind in ("wrong", "unknown", "right") if kind in kinds)
     lowest = min((step.table.min() * step.low for _, step in panels), default=float("nan"))
     highest = max((step.table.max() * step.high for _, step in panels), default=float("nan"))
+    lowest, highest = (round(weight, 2) + 0.0 for weight in (lowest, highest))  # no -0
     print(f"check_accumulation ranks:{args.ranks} steps:{args.steps} lowest:{lowest:.2f} "
           f"highest:{highest:.2f} verdict:{verdict}")  # fmt: skip
     if args.picture and panels:
