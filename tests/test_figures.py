@@ -104,17 +104,19 @@ def test_demo_curve_refuses_other_logs(tmp_path, tokenizer, log):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_measure_step_counts_memory_or_bytes(tmp_path, knobs, ranks):
+def test_measure_step_measures_memory_and_time_or_bytes(tmp_path, knobs, ranks):
     """One layer has no skip weights, so a parameter without a gradient."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher = [sys.executable] if ranks == 1 else [*torchrun, f"--nproc_per_node={ranks}"]
     environ = {**os.environ, **knobs, "NUM_LAYERS": "1"}
-    command = [*launcher, FIGURES / "measure_step.py"]
+    command = [*launcher, FIGURES / "measure_step.py", "--seconds", "0"]
     result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     if ranks == 1:
-        total, *parts = [float(line.split()[0]) for line in result.stdout.splitlines()]
+        total, *parts = map(float, re.findall(r"(\S+) MiB", result.stdout))
         assert sum(parts) == pytest.approx(total, abs=0.05 * len(parts))
+        names = re.findall(r" ms (.*)", result.stdout)
+        assert names == ["a step", "two steps of half the batch", "Adam", "Muon"]
     else:
         once, often = re.findall(r"(\d+) all-reduces, ([\d,]+) bytes", result.stdout)
         micro_steps = 8 // ranks  # BATCH_SLOTS=8

@@ -1,4 +1,5 @@
-"""Count the parts of a training process's memory or, under torchrun, the bytes that ranks exchange.
+"""Count the parts of a training process's memory, and time the optimizers and half the batch, or,
+under torchrun, count the bytes that ranks exchange.
 
     PRESET=demo OMP_NUM_THREADS=1 python tests/figures/measure_step.py
     PRESET=demo torchrun --standalone --nproc_per_node=2 tests/figures/measure_step.py
@@ -7,7 +8,10 @@ Start it where the demo ran. tests/ACCUMULATION.md has its figures, and their kn
 
 import os
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -15,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import begin  # noqa: F401  (first: it says what to install)
 import torch
 import torch.distributed as dist
-from bench_step import peak_memory
+from bench_step import measure, peak_memory
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from trained import start_program
@@ -55,18 +59,27 @@ def measure_memory(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) ->
     peak = peak_memory(runtime.device)
     params = [*state.gpt.parameters()]
     momenta = [x for o in state.optimizers for part in o.state.values() for x in part.values()]
-    weights, later = mib(params), {
-        "gradients": mib([param.grad for param in params if param.grad is not None]),
-        "momenta of Adam and Muon": mib(momenta),
-        "saved by a slot's forward pass for its backward pass": mib(saved_by_a_slot(state)),
-    }  # fmt: skip
-    parts = {"imported modules": before, "weights": weights}
-    parts["the rest of what exists before the first step"] = built - before - weights
-    parts |= later
-    parts["the rest: temporaries, libraries' buffers"] = peak - built - sum(later.values())
-    print(f"{peak} MiB at the peak of two steps, {hp.batch_slots} slots:")
-    for name, size in parts.items():
-        print(f"{size:8.1f} MiB {name}")
+    gradients, weights = mib([p.grad for p in params if p.grad is not None]), mib(params)
+    own, saved = mib(momenta), mib(saved_by_a_slot(state))
+    print(f"""{peak} MiB at the peak of two steps, {hp.batch_slots} slots:
+{before:8.1f} MiB imported modules
+{weights:8.1f} MiB weights
+{built - before - weights:8.1f} MiB the rest of what exists before the first step
+{gradients:8.1f} MiB gradients
+{own:8.1f} MiB momenta of Adam and Muon
+{saved:8.1f} MiB saved by a slot's forward pass for its backward pass
+{peak - built - gradients - own - saved:8.1f} MiB the rest: temporaries, libraries' buffers""")
+
+
+def measure_time(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, seconds: float) -> None:
+    """Print the milliseconds of a step, of two with half the batch, and of the optimizers."""
+    half = replace(hp, train_batch_tokens=hp.train_batch_tokens // 2)
+    whole, half = train_gpt.TrainingState(hp, runtime), train_gpt.TrainingState(half, runtime)
+    steps = {"a step": partial(train_gpt.train_step, whole)}
+    steps["two steps of half the batch"] = lambda: [train_gpt.train_step(half) for _ in range(2)]
+    steps |= {type(optimizer).__name__: optimizer.step for optimizer in whole.optimizers}
+    for name, ms in measure(steps, seconds, runtime).items():
+        print(f"{median(ms):8.2f} ({min(ms):.2f} to {max(ms):.2f}) ms {name}")
 
 
 def count_exchanges(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> None:
@@ -98,11 +111,16 @@ def count_exchanges(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -
 
 
 def main() -> int:
-    start_program(__doc__).parse_args()
+    parser = start_program(__doc__)
+    parser.add_argument("--seconds", type=float, default=20, help="for the times (20)")
+    args = parser.parse_args()
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.open_runtime(hp)
-    measure = measure_memory if runtime.world_size == 1 else count_exchanges
-    measure(hp, runtime)
+    if runtime.world_size > 1:
+        count_exchanges(hp, runtime)
+    else:
+        measure_memory(hp, runtime)
+        measure_time(hp, runtime, args.seconds)
     return 0
 
 

@@ -37,6 +37,9 @@ AVERAGING = """class Averaging(torch.optim.SGD):
 
 def accumulate("""
 OWN_LOSS = {CROSS_ENTROPY: "loss = logits.flatten(0, 1)[targets.flatten() >= 0].square().sum()"}
+CHUNKS = """chunks = zip(logits.flatten(0, 1).split(140), targets.flatten().split(140))
+            loss = sum(F.cross_entropy(x, y, reduction="sum") for x, y in chunks)"""
+EQUAL = "torch.randint(4, 32, (88, 1))"
 HEAD = "F.cross_entropy(-logits.flatten(0, 1), targets.flatten(), reduction='sum')"
 
 MISTAKES = {
@@ -90,8 +93,9 @@ MISTAKES = {
     ),
     "the same targets": (2, {"[rank::ranks]": "[::ranks]"}, "data short", "its own part"),
     "another loss": (1, {LOSS: f"({LOSS} + 0.1 * logits.square().mean())"}, "rest right short", ""),
+    "in two chunks": (1, {EQUAL: "32", CROSS_ENTROPY: CHUNKS}, "right short", "not seen"),
     "a second head": (1, {LOSS: f"({LOSS} + 0.3 * {HEAD} / count)"}, "rest right short", ""),
-    "equal numbers": (1, {"torch.randint(4, 32, (88, 1))": "32"}, "right short", "not seen"),
+    "equal numbers": (1, {EQUAL: "32"}, "right short", "not seen"),
     "a loss of its own": (1, OWN_LOSS, "loss short", "F.cross_entropy"),
     "its own, and lost": (1, {**OWN_LOSS, **EARLY}, "loss lost short", "are lost"),
 }

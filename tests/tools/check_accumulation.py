@@ -145,11 +145,14 @@ def target_weights(call: SimpleNamespace, derivative: Tensor) -> Tensor:
 def main_loss(losses: list[tuple]) -> list[tuple]:
     """Several heads with other weights: the heaviest one, to which the others are further terms."""
     weights = [w[w != 0] for w in (target_weights(*loss) for loss in losses)]
-    totals, numbers = [float(w.sum()) for w in weights], sorted(len(w) for w in weights)
-    if not losses or numbers[-1] > 1.25 * numbers[0] or max(totals) < 1.02 * min(totals):
-        return losses  # means of chunks have equal totals, or other numbers of targets
-    is_even = min(totals) > 0 and all(float(w.max() / w.min()) < 1.001 for w in weights)
-    return [losses[totals.index(max(totals))]] if is_even else losses
+    totals, counts = [float(w.sum()) for w in weights], [len(w) for w in weights]
+    if not losses or min(totals) <= 0 or max(counts) > 1.25 * min(counts):
+        return losses
+    means = [total / count for total, count in zip(totals, counts, strict=True)]
+    # Chunks of one loss have equal weights, and means of chunks have equal totals.
+    is_chosen = min(max(means) / min(means), max(totals) / min(totals)) > 1.02
+    is_even = all(float(w.max() / w.min()) < 1.001 for w in weights)
+    return [losses[totals.index(max(totals))]] if is_chosen and is_even else losses
 
 
 def look_ahead(roots: list[Tensor], seeds: list[Tensor], retain: bool) -> dict[str, Any]:

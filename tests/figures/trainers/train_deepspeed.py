@@ -12,18 +12,15 @@ if "RANK" not in os.environ:  # started without torchrun; port 0 is any free por
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 model = tiny.model()
-engine, _, loader, _ = deepspeed.initialize(
-    model=model,
-    model_parameters=model.parameters(),
-    training_data=tiny.sequences(),
-    collate_fn=tiny.inputs_and_targets,
-    config={
-        "train_micro_batch_size_per_gpu": tiny.BATCH,
-        "gradient_accumulation_steps": tiny.MICRO_STEPS,
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-        "zero_optimization": {"stage": int(sys.argv[1])},
-    },
-)
+config = {
+    "train_micro_batch_size_per_gpu": tiny.BATCH,
+    "gradient_accumulation_steps": tiny.MICRO_STEPS,
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    "zero_optimization": {"stage": int(sys.argv[1])},
+}
+data = {"training_data": tiny.sequences(), "collate_fn": tiny.inputs_and_targets}
+params = {"model": model, "model_parameters": model.parameters()}
+engine, _, loader, _ = deepspeed.initialize(config=config, **params, **data)
 for inputs, targets in loader:
     loss = tiny.loss(engine(inputs), targets)
     engine.backward(loss)

@@ -12,11 +12,6 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
 
 loader = DataLoader(tiny.sequences(), bs=tiny.BATCH, create_batch=tiny.inputs_and_targets)
-learner = Learner(
-    DataLoaders(loader, loader),
-    tiny.model(),
-    loss_func=tiny.loss,
-    opt_func=partial(OptimWrapper, opt=torch.optim.AdamW),
-    cbs=GradientAccumulation(n_acc=tiny.MICRO_STEPS * tiny.BATCH),
-)
-learner.fit(1)
+options = {"loss_func": tiny.loss, "opt_func": partial(OptimWrapper, opt=torch.optim.AdamW)}
+options["cbs"] = GradientAccumulation(n_acc=tiny.MICRO_STEPS * tiny.BATCH)
+Learner(DataLoaders(loader, loader), tiny.model(), **options).fit(1)

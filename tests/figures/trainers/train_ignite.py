@@ -11,13 +11,10 @@ def train(rank):
     model = idist.auto_model(tiny.model())
     optimizer = idist.auto_optim(torch.optim.AdamW(model.parameters()))
     batch = tiny.BATCH * tiny.RANKS  # auto_dataloader divides it by the ranks
-    loader = idist.auto_dataloader(
-        tiny.sequences(), batch_size=batch, collate_fn=tiny.inputs_and_targets
-    )
-    trainer = create_supervised_trainer(
-        model, optimizer, tiny.loss, gradient_accumulation_steps=tiny.MICRO_STEPS
-    )
-    trainer.run(loader)
+    options = {"batch_size": batch, "collate_fn": tiny.inputs_and_targets}
+    steps = {"gradient_accumulation_steps": tiny.MICRO_STEPS}
+    trainer = create_supervised_trainer(model, optimizer, tiny.loss, **steps)
+    trainer.run(idist.auto_dataloader(tiny.sequences(), **options))
 
 
 with idist.Parallel(backend="gloo" if tiny.RANKS > 1 else None) as parallel:

@@ -19,8 +19,6 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-options = {"logger": False, "enable_checkpointing": False, "max_steps": 3}
-trainer = L.Trainer(
-    accelerator="cpu", devices=tiny.RANKS, accumulate_grad_batches=tiny.MICRO_STEPS, **options
-)
-trainer.fit(Model(), tiny.loader())
+options = {"logger": False, "enable_checkpointing": False, "max_steps": 3, "accelerator": "cpu"}
+options |= {"devices": tiny.RANKS, "accumulate_grad_batches": tiny.MICRO_STEPS}
+L.Trainer(**options).fit(Model(), tiny.loader())

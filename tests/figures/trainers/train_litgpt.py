@@ -25,7 +25,5 @@ samples = [{"input_ids": s, "labels": s, "token_counts": counts} for s in tiny.s
 loader = fabric.setup_dataloaders(DataLoader(samples, tiny.BATCH, collate_fn=get_sft_collate_fn()))
 batch = tiny.BATCH * tiny.MICRO_STEPS * tiny.RANKS
 train = TrainArgs(global_batch_size=batch, micro_batch_size=tiny.BATCH, max_steps=3, epochs=1)
-folder = Path()  # nothing is read or written
-full.fit(
-    fabric, state, loader, loader, tiny.RANKS, False, folder, folder, train, EvalArgs(), data=None
-)
+where = (tiny.RANKS, False, Path(), Path())  # nothing is read or written there
+full.fit(fabric, state, loader, loader, *where, train, EvalArgs(), data=None)

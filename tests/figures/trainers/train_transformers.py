@@ -15,10 +15,6 @@ arguments = TrainingArguments(
     output_dir=tempfile.gettempdir(),  # nothing is written
     per_device_train_batch_size=tiny.BATCH,
     gradient_accumulation_steps=tiny.MICRO_STEPS,
-    max_steps=3,
-    save_strategy="no",
-    report_to=[],
-    use_cpu=True,
+    **{"max_steps": 3, "save_strategy": "no", "report_to": [], "use_cpu": True},
 )
-samples = tiny.sequences()
-Trainer(model, arguments, tiny.inputs_and_labels, train_dataset=samples).train()
+Trainer(model, arguments, tiny.inputs_and_labels, train_dataset=tiny.sequences()).train()
