@@ -31,7 +31,7 @@ def test_looks_after_each_pair_call_few_useless_changes_better(alpha):
 
 def test_runs_that_diverge_make_no_useless_change_better_and_some_worse():
     """3,000 experiments of 16 pairs, without a gain. One run in 20 diverges, on both sides alike.
-    The share of worse is that of tests/figures/divergence.py."""
+    The share of worse is that of tests/figures/keep_rules.py."""
     random = np.random.default_rng(0)
     losses = random.standard_normal((3000, 16, 2))
     losses[random.random(losses.shape) < 0.05] = math.inf

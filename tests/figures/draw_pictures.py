@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
@@ -54,7 +53,7 @@ def draw_schedule() -> Figure:
     return figure
 
 
-def read_gradient(steps: int) -> Tensor:
+def read_gradient(steps: int) -> torch.Tensor:
     """Train, then return the last gradient of an MLP's first matrix, with the short side first."""
     hp = train_gpt.Hyperparameters.from_env(os.environ)
     runtime = train_gpt.Runtime(0, 1, torch.device("cpu"), torch.float32, False)
@@ -65,7 +64,7 @@ def read_gradient(steps: int) -> Tensor:
     return gradient.mT if gradient.size(0) > gradient.size(1) else gradient
 
 
-def draw_newton_schulz(gradient: Tensor) -> Figure:
+def draw_newton_schulz(gradient: torch.Tensor) -> Figure:
     """Draw each singular value after some iterations against its value before."""
     figure = Figure()
     axes = figure.add_subplot(xscale="log", yscale="log", ylabel="singular value")

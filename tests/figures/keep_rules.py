@@ -1,6 +1,6 @@
-"""Simulate how many of a hundred changes each rule keeps, for the tools' page.
+"""Simulate how many of a hundred changes each rule keeps, and what diverging runs do to verdicts.
 
-    python tests/figures/keep_rules.py      prints the table
+    python tests/figures/keep_rules.py      prints the tables
 
 Losses are normal around the baseline's. The spreads are those of the demo with --quick."""
 
@@ -84,6 +84,17 @@ def simulate() -> dict[str, list[float]]:
     return found
 
 
+def simulate_divergence(gain: float, baseline: float, candidate: float) -> list[float]:
+    """Return the percentages of 100,000 experiments of 16 pairs that end with better and with
+    worse. The gain of a pair has deviation 1. baseline, candidate: the probability that a run of
+    this side diverges. Where the baseline's does, the pair does not count."""
+    random = np.random.default_rng(0)
+    counts = random.random((100_000, 16)) >= baseline
+    has_diverged = random.random(counts.shape) < candidate
+    gains = np.where(has_diverged, -np.inf, random.normal(gain, 1, counts.shape))
+    return [100 * ends.mean() for ends in looks(gains, counts)[:2]]
+
+
 if __name__ == "__main__":
     heads = ["keep what is", "useless", *(f"gain {effect:g}" for effect in EFFECTS[1:]), "runs"]
     lines = [heads, ["---"] * len(heads)]
@@ -93,3 +104,10 @@ if __name__ == "__main__":
         kept, _, pairs, mean = looks(draw_gains() + effect * PAIR)
         winners = mean[kept].mean() / PAIR
         print(f"true gain {effect:g}: {pairs.mean():.1f} pairs, a winner's gain {winners:.2f}")
+    print("gain   diverge: baseline, candidate   better   worse")
+    for gain, baseline, candidate in [
+        (0, 0, 0), (0, 0.05, 0), (0, 0.2, 0), (0, 0.5, 0), (0, 0.05, 0.05), (0, 0.1, 0.1),
+        (0, 0.2, 0.2), (0, 0, 0.1), (1, 0, 0), (2, 0, 0), (1, 0, 0.1), (2, 0, 0.1),
+    ]:  # fmt: skip
+        better, worse = simulate_divergence(gain, baseline, candidate)
+        print(f"{gain:4}   {baseline:16.0%}, {candidate:9.0%}   {better:6.1f}   {worse:5.1f}")

@@ -1,5 +1,5 @@
-"""Count the parts of a training process's memory, and time the optimizers and half the batch, or,
-under torchrun, count the bytes that ranks exchange.
+"""Print the parts of a training process's memory, its first gradient's distance to that of the
+undivided batch, and times; under torchrun, the bytes that ranks exchange.
 
     PRESET=demo OMP_NUM_THREADS=1 python tests/figures/measure_step.py
     PRESET=demo torchrun --standalone --nproc_per_node=2 tests/figures/measure_step.py
@@ -71,6 +71,21 @@ def measure_memory(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) ->
 {peak - built - gradients - own - saved:8.1f} MiB the rest: temporaries, libraries' buffers""")
 
 
+def measure_distance(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) -> None:
+    """Print how far the gradient of the slots is from that of the undivided batch."""
+    state = train_gpt.TrainingState(hp, runtime)
+    sizes = (hp.train_batch_tokens, hp.train_seq_len, hp.batch_slots)
+    slots, grads = [state.loader.next_batch(*sizes) for _ in range(hp.batch_slots)], []
+    for batches in (slots, [map(torch.cat, zip(*slots, strict=True))]):
+        state.gpt.zero_grad()
+        for batch in batches:
+            (state.gpt(*batch) * (1 / len(batches))).backward()
+        found = [p.grad.flatten() for p in state.gpt.parameters() if p.grad is not None]
+        grads.append(torch.cat(found))
+    distance = (grads[0] - grads[1]).norm() / grads[1].norm()
+    print(f"{distance:8.1e} of its length: the first gradient's distance to the undivided batch's")
+
+
 def measure_time(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, seconds: float) -> None:
     """Print the milliseconds of a step, of two with half the batch, and of the optimizers."""
     half = replace(hp, train_batch_tokens=hp.train_batch_tokens // 2)
@@ -120,6 +135,7 @@ def main() -> int:
         count_exchanges(hp, runtime)
     else:
         measure_memory(hp, runtime)
+        measure_distance(hp, runtime)
         measure_time(hp, runtime, args.seconds)
     return 0
 
