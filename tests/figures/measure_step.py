@@ -8,8 +8,6 @@ Start it where the demo ran. tests/ACCUMULATION.md has its figures, and their kn
 
 import os
 import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -87,12 +85,14 @@ def measure_distance(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime) 
 
 
 def measure_time(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, seconds: float) -> None:
-    """Print the milliseconds of a step, of two with half the batch, and of the optimizers."""
-    half = replace(hp, train_batch_tokens=hp.train_batch_tokens // 2)
-    whole, half = train_gpt.TrainingState(hp, runtime), train_gpt.TrainingState(half, runtime)
-    steps = {"a step": partial(train_gpt.train_step, whole)}
-    steps["two steps of half the batch"] = lambda: [train_gpt.train_step(half) for _ in range(2)]
-    steps |= {type(optimizer).__name__: optimizer.step for optimizer in whole.optimizers}
+    """Print the milliseconds of a step, of its optimizers, and of two steps of half the batch."""
+    state, tokens = train_gpt.TrainingState(hp, runtime), str(hp.train_batch_tokens // 2)
+    steps = {"a step": lambda: train_gpt.train_step(state)}
+    steps |= {type(optimizer).__name__: optimizer.step for optimizer in state.optimizers}
+    if hp.train_batch_tokens % (2 * hp.batch_slots * hp.train_seq_len) == 0:
+        hp = train_gpt.Hyperparameters.from_env({**os.environ, "TRAIN_BATCH_TOKENS": tokens})
+        half = train_gpt.TrainingState(hp, runtime)
+        steps["two of half the batch"] = lambda: [train_gpt.train_step(half) for _ in range(2)]
     for name, ms in measure(steps, seconds, runtime).items():
         print(f"{median(ms):8.2f} ({min(ms):.2f} to {max(ms):.2f}) ms {name}")
 

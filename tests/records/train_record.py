@@ -779,7 +779,7 @@ def lr_factor(hp: Hyperparameters, step: int, elapsed_ms: float) -> float:
         return 1.0
     if hp.max_wallclock_seconds <= 0:
         return min(max(hp.iterations - step, 0) / hp.warmdown_iters, 1.0)
-    # ITERATIONS does not count: a run that it ends first keeps its full rate.
+    # ITERATIONS does not count: a run that it ends may keep its full rate.
     remaining_ms = max(1000 * hp.max_wallclock_seconds - elapsed_ms, 0.0)
     warmdown_ms = hp.warmdown_iters * elapsed_ms / max(step, 1)  # 0 at step 0: then the full rate
     return remaining_ms / warmdown_ms if remaining_ms < warmdown_ms else 1.0

@@ -413,7 +413,7 @@ alone wrong: each rank's targets are averaged alone: a target weighs {0:.2f} to 
 unequal wrong: a target weighs {0:.2f} to {1:.2f} times its share: divide by the step's targets
 factor wrong: {2} weigh {0:.3g} times their share: {1}
 common note: {2} weigh {0:.3g} times their share: a common factor is harmless for Adam and Muon, not
-    for clipping, SGD and weight decay
+    for clipping, SGD and L2 penalties
 equal note: micro-batches have the same gradient: only the sum of their weights is known
 rest note: {0:.2g} % of the gradient is no sum of these losses' gradients: another loss term? noise?
 often note: gradients are exchanged in {0} of {1} micro-steps: one is enough, the last
